@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvbm.leader.operations import Operations
     from kvbm.metrics import Counters, Facts
     from kvbm.tiers.host_tier import HostTier
-    from kvbm.tiers.lower_tier import LowerTier
+    from kvbm.tiers.lower_tier import LowerTier, OwnedTier
     from kvbm.tiers.slot_labels import SlotLabels
 
 BUDGET_S = 0.002  # of a step
@@ -57,6 +57,8 @@ class Cache(Protocol):
     def host(self) -> HostTier: ...
     @property
     def lower_tiers(self) -> Sequence[LowerTier]: ...
+    @property
+    def owned_tiers(self) -> Sequence[OwnedTier]: ...
     @property
     def counters(self) -> Counters: ...
     @property
@@ -147,7 +149,7 @@ class _Part:
     labels, so they are read each time."""
 
     cache: Cache
-    lower: LowerTier | None = None
+    lower: OwnedTier | None = None
 
     @property
     def tier(self) -> Tier:
@@ -155,13 +157,11 @@ class _Part:
 
     @property
     def store(self) -> BlockStore:
-        return self.cache.host.store if self.lower is None else self.lower.stores[0]
+        return (self.lower or self.cache.host).store
 
     @property
     def labels(self) -> SlotLabels:
-        labels = self.cache.host.labels if self.lower is None else self.lower.labels
-        assert labels is not None, "a tier with a store has labels"
-        return labels
+        return (self.lower or self.cache.host).labels
 
     def begin_clear(self, tenant: bytes | None) -> None:
         if self.lower is not None:
@@ -173,13 +173,11 @@ class _Part:
 
     def not_durable(self) -> str:
         """Return why the last `begin_clear` is not durable yet, empty if it is."""
-        if self.lower is None or not self.lower.is_clearing:
-            return ""
-        return self.lower.off_because() or "the disk has not answered yet"
+        return "" if self.lower is None else self.lower.not_durable()
 
 
 def _parts(cache: Cache) -> list[_Part]:
-    return [_Part(cache), *(_Part(cache, one) for one in cache.lower_tiers if one.stores)]
+    return [_Part(cache), *(_Part(cache, one) for one in cache.owned_tiers)]
 
 
 def _ls(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
@@ -192,7 +190,7 @@ def _ls(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
             yield None
         tiers.append(_counted(part, counted))
     for one in cache.lower_tiers:
-        if not one.stores:
+        if one not in cache.owned_tiers:
             tiers.append({"tier": str(one.kind)})
         tiers[[tier["tier"] for tier in tiers].index(str(one.kind))] |= {"is_on": one.is_on}
     facts = cache.facts

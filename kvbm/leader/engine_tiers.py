@@ -15,8 +15,8 @@ from kvbm.core.policies.table import POLICIES
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.control import CacheControl
 from kvbm.metrics import Counters, Facts, TierBlocks
-from kvbm.tiers.host_tier import HostTier
-from kvbm.tiers.lower_tier import TierContext
+from kvbm.tiers.host_tier import HostListener, HostTier
+from kvbm.tiers.lower_tier import AskedTier, OwnedTier, TierContext
 from kvbm.tiers.rates import Rates
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class EngineTiers:
         self._rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=clock, reads_always=reads_always)
         self._context = TierContext(self._host, settings, self.counters, self._rates, callbacks)
         self.lower_tiers: tuple[LowerTier, ...] = tuple(open_tier(self._context) for open_tier in open_tiers)
-        self._host.listeners = self.lower_tiers
+        self.owned_tiers = tuple(tier for tier in self.lower_tiers if isinstance(tier, OwnedTier))
+        self._asked_tiers = tuple(tier for tier in self.lower_tiers if isinstance(tier, AskedTier))
+        self._host.listeners = tuple(tier for tier in self.lower_tiers if isinstance(tier, HostListener))
         self.operations: Operations | None = None
         self.control = CacheControl(self, clock)
 
@@ -93,7 +95,7 @@ class EngineTiers:
 
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics of the drives of lower tiers, by metric name."""
-        return {name: value for tier in self.lower_tiers for name, value in tier.wear().items()}
+        return {name: value for tier in self.owned_tiers for name, value in tier.wear().items()}
 
     def close(self) -> None:
         """Write to the lower tiers what is due and what is only in host memory, as far as the time allows, and close
@@ -107,7 +109,7 @@ class EngineTiers:
 
     def _stores(self) -> list[BlockStore]:
         """Return the metadata of host memory and of the lower tiers that have such."""
-        return [self._host.store, *(store for tier in self.lower_tiers for store in tier.stores)]
+        return [self._host.store, *(tier.store for tier in self.owned_tiers)]
 
     def _forget_host_memory(self) -> None:
         self.counters.host_reset_blocks += self._host.store.registered

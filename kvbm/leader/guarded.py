@@ -151,7 +151,7 @@ class GuardedLeader:
 
     @contained(False)
     def _clear_disk(self, *, ends_persistence: bool) -> bool:
-        for tier in self.leader.lower_tiers:
+        for tier in self.leader.owned_tiers:
             tier.clear(ends_persistence=ends_persistence)
         return True
 
@@ -170,8 +170,8 @@ class GuardedLeader:
         if not self.boundary.is_off:
             return self.leader.take_events()
         has_cleared, self._has_cleared = self._has_cleared, True
-        stores = [store for tier in self.leader.lower_tiers for store in tier.stores]
-        return [] if has_cleared else [TierCleared(Tier.HOST), *(TierCleared(store.tier) for store in stores)]
+        owned = self.leader.owned_tiers
+        return [] if has_cleared else [TierCleared(one) for one in (Tier.HOST, *(tier.kind for tier in owned))]
 
     @contained(False)
     def has_events(self) -> bool:

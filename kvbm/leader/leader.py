@@ -81,7 +81,7 @@ class Leader(EngineTiers):
         if not settings.traits.accepts_failed_loads:
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
-        self._offloads = Offloads(context, tiers, self._slices)
+        self._offloads = Offloads(context, self._slices)
         self._onboards = Onboards(context, tiers, self._slices)
         self._matching = Matching(context, tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
@@ -156,7 +156,7 @@ class Leader(EngineTiers):
 
     def _arrive(self, request: LiveRequest, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
         """Return what the chain of a request is to host memory; without adaptive eviction there, to the disk."""
-        below = [use for tier in self.lower_tiers if (use := tier.arrive(hashes, now_s)) is not None]
+        below = [use for tier in self.owned_tiers if (use := tier.arrive(hashes, now_s)) is not None]
         if request.hint is None or not self._host.store.policy.knows_uses:
             arrival = self._host.arrive(hashes, now_s)
         else:
@@ -370,8 +370,8 @@ class Leader(EngineTiers):
         for store in self._stores() if self._has_states else ():
             for blocks in hits_to_keep(store.contains, self._groups, chains):
                 store.touch(blocks)
-        for tier in self.lower_tiers:
-            tier.forget_request(request_id)
+        for asked in self._asked_tiers:
+            asked.forget_request(request_id)
         for progress, hashes in zip(request.offloads, chains, strict=True):
             end = max(progress.considered, request.hit_blocks)
             for tier in self.lower_tiers if request.may_offload else ():
@@ -425,9 +425,8 @@ class Leader(EngineTiers):
         host memory is never in neither.
         """
         events = self._host.store.take_events()
-        for tier in self.lower_tiers:
-            for store in tier.stores:
-                events = store.take_events() + events
+        for tier in self.owned_tiers:
+            events = tier.store.take_events() + events
         return events
 
     def has_events(self) -> bool:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from kvbm.tiers.lower_tier import OwnedTier
+
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.store import BlockStore
@@ -128,7 +130,7 @@ class LongMatches:
 
     def __init__(self, host: HostTier, tiers: Sequence[LowerTier], slices: Slices) -> None:
         self._host = host
-        self._tiers = tiers
+        self._owned = [tier for tier in tiers if isinstance(tier, OwnedTier)]
         self._slices = slices
         self._unexamined = slices.size  # blocks that may be examined in this step
         self._matches: dict[str, LongMatch] = {}  # by request id
@@ -152,7 +154,8 @@ class LongMatches:
     ) -> LongMatch | None:
         """Examine the next slice of `hashes[start:end]` in host memory and in these tiers; return the match if it is
         complete."""
-        stores = (self._host.store, *(store for tier in tiers if tier.is_on for store in tier.stores))
+        owned = (tier for tier in tiers if tier.is_on and isinstance(tier, OwnedTier))
+        stores = (self._host.store, *(tier.store for tier in owned))
         found = self._matches.get(request.request_id)
         if found is None or (found.start, found.stores) != (start, stores) or not found.is_valid():
             request.match_restarts += found is not None
@@ -179,7 +182,7 @@ class LongMatches:
         """Begin a step. If a tier is off, its next process begins when no block of the last one is pinned."""
         self._unexamined = self._slices.size
         if self._matches:
-            off = {store for tier in self._tiers if not tier.is_on for store in tier.stores}
+            off = {tier.store for tier in self._owned if not tier.is_on}
             for request_id, found in list(self._matches.items()):
                 if not off.isdisjoint(found.stores):
                     self.end(request_id)

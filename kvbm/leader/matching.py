@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.groups import StateGroup, longest_hit, needed_blocks
 from kvbm.leader.long_chains import LongMatches, Slices
+from kvbm.tiers.lower_tier import AskedTier, OwnedTier
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
@@ -96,9 +97,6 @@ class Matching:
         """Return how many tokens from `start` to `end` can be loaded now, in all KV cache groups."""
 
         def search(tiers: Sequence[LowerTier]) -> int:
-            for tier in tiers:
-                tier.receive()
-
             def is_present(sequence_hash: bytes) -> bool:
                 return self._host.store.contains(sequence_hash) or any(tier.contains(sequence_hash) for tier in tiers)
 
@@ -167,7 +165,8 @@ class Matching:
             if not found.add(Tier.HOST, count) and not any(self._find_in(tier, found) for tier in found.tiers):
                 break
         if found.at < end and any(
-            tier.must_wait(found.request.request_id, hashes, found.at, end) for tier in found.tiers
+            isinstance(tier, AskedTier) and tier.must_wait(found.request.request_id, hashes, found.at, end)
+            for tier in found.tiers
         ):
             return None
         return self._rates.worthwhile(found.spans)
@@ -175,9 +174,11 @@ class Matching:
     def _find_in(self, tier: LowerTier, found: _Search) -> bool:
         """Add the span that is in this tier. One that cannot pin blocks gives at most a slice to one request."""
         at = found.at
-        limit = found.end if tier.stores else min(found.end, at + self._slices.size - found.count_of(tier.kind))
+        limit = found.end
+        if not isinstance(tier, OwnedTier):
+            limit = min(limit, at + self._slices.size - found.count_of(tier.kind))
         count = tier.match(found.hashes, at, limit)
-        if count:
+        if count and isinstance(tier, AskedTier):
             found.request.extents.setdefault(tier, []).extend(tier.extents_of(found.hashes, at, at + count))
         return found.add(tier.kind, count)
 
@@ -189,8 +190,8 @@ class Matching:
             assert request.promised is not None, "blocks that were just found can be pinned"
             self._promises += 1
             self._host.labels.own(request.promised.slots, request.tenant)
-            for tier in self._tiers:
-                tier.adopt(hashes)
+            for listener in self._host.listeners:
+                listener.adopt(hashes)
 
     def _prefetch(self, request: LiveRequest, hashes: Sequence[bytes], at: int, end: int) -> None:
         """Queue the blocks of a chain in lower tiers for a later request. Those up to `at` are promised."""

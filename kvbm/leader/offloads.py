@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvbm.leader.long_chains import Slices
     from kvbm.leader.request import LiveRequest, OffloadProgress
     from kvbm.tiers.host_tier import Reservation
-    from kvbm.tiers.lower_tier import LowerTier, TierContext
+    from kvbm.tiers.lower_tier import TierContext
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
@@ -92,9 +92,8 @@ class _OffloadInFlight:
 
 
 class Offloads:
-    def __init__(self, context: TierContext, tiers: Sequence[LowerTier], slices: Slices) -> None:
+    def __init__(self, context: TierContext, slices: Slices) -> None:
         self._host = context.host
-        self._tiers = tiers
         self._block_pool = context.callbacks
         self._settings = context.settings
         self._counters = context.counters
@@ -114,7 +113,7 @@ class Offloads:
     def unwritten_blocks(self, end: int) -> int | None:
         """Return how many G2 blocks a chain of `end` blocks must not evict, because a lower tier has still to write
         them. None if the chain passes through to none, so that it has to fit into G2."""
-        for tier in self._tiers:
+        for tier in self._host.listeners:
             if (unwritten := tier.unwritten_blocks(end)) is not None:
                 return unwritten
         return None

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from kvbm.host.control_words import LANES
 from kvbm.leader.request import Load, LoadPart
 from kvbm.plan import Onboard
-from kvbm.tiers.lower_tier import Claim
+from kvbm.tiers.lower_tier import Claim, OwnedTier
 from kvbm.tiers.settings import SpanNote
 from kvbm.types import SlotState, Tier
 
@@ -160,7 +160,7 @@ class Onboards:
         found other blocks or fewer."""
         hashes = load.hashes
         is_valid, handles = found.is_valid(), found.take()
-        tier_of = {store: tier for tier in self._tiers for store in tier.stores}
+        tier_of = {tier.store: tier for tier in self._tiers if isinstance(tier, OwnedTier)}
         first = 0
         for store, blocks in handles:
             last = min(first + len(blocks.slots), len(hashes))

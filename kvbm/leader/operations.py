@@ -18,6 +18,7 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
 from kvbm.leader.tenant_table import Holding
+from kvbm.tiers.lower_tier import AskedTier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
@@ -47,6 +48,7 @@ class Operations:
         self._clock = context.callbacks.clock
         self._chain_of = context.callbacks.chain_of
         self._tiers = tiers
+        self._asked = [tier for tier in tiers if isinstance(tier, AskedTier)]
         self._prefetches = prefetches
         self._pins: dict[bytes, _Pin] = {}
         self._counters = context.counters
@@ -67,11 +69,11 @@ class Operations:
         at = self._host.store.match(chain)
         if at == len(chain):
             return False
-        waits = any(tier.must_wait(asks, chain, at, len(chain)) for tier in self._tiers if tier.is_on)
+        waits = any(tier.must_wait(asks, chain, at, len(chain)) for tier in self._asked if tier.is_on)
         return waits or any(tier.match(chain, at, len(chain)) > 0 for tier in self._tiers if tier.is_on)
 
     def end_asking(self, asks: str = ASKS) -> None:
-        for tier in self._tiers:
+        for tier in self._asked:
             tier.forget_request(asks)
 
     def want_later(self, chain: Sequence[bytes], owner: bytes, delay_s: float) -> bool:

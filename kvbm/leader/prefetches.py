@@ -19,8 +19,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvbm.tiers.lower_tier import AskedTier, OwnedTier
+
 if TYPE_CHECKING:
-    from kvbm.core.store import BlockStore
     from kvbm.tiers.lower_tier import LowerTier, TierContext
     from kvbm.tiers.open_reads import Extent, Fetch
 
@@ -71,7 +72,7 @@ class Prefetches:
         while self._tiers and at < end:
             for tier in self._tiers:
                 if count := tier.match(hashes, at, end):
-                    extents = tier.extents_of(hashes, at, at + count)
+                    extents = tier.extents_of(hashes, at, at + count) if isinstance(tier, AskedTier) else ()
                     self.want(tier, hashes[at : at + count], tenant, extents)
                     break
             else:
@@ -110,12 +111,11 @@ class Prefetches:
     def warm(self) -> None:
         """Read the blocks that were used last into the free slots, for at most WARM_S; later steps continue."""
         for tier in self._tiers:
-            for store in tier.stores:
-                self._warm(tier, store)
+            if isinstance(tier, OwnedTier):
+                self._warm(tier)
 
-    def _warm(self, tier: LowerTier, store: BlockStore) -> None:
-        counts = store.counts()
-        newest = store.oldest(counts.inactive)[::-1][: self._host.store.free]
+    def _warm(self, tier: OwnedTier) -> None:
+        newest = tier.store.oldest(tier.store.counts().inactive)[::-1][: self._host.store.free]
         if not newest:
             return
         began_s = self._clock()

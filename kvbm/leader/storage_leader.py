@@ -103,11 +103,11 @@ class StorageLeader(EngineTiers):
         name, began_s = f"question {next(self._numbers)}", self._clock()
         try:
             while (count := self._present(hashes)) < len(hashes):
-                if not any(tier.must_wait(name, hashes, count, len(hashes)) for tier in self.lower_tiers):
+                if not any(tier.must_wait(name, hashes, count, len(hashes)) for tier in self._asked_tiers):
                     break
                 yield
         finally:
-            for tier in self.lower_tiers:
+            for tier in self._asked_tiers:
                 tier.forget_request(name)
         chain = [*prefix, *hashes[:count]]
         for store in self._stores():
@@ -123,12 +123,12 @@ class StorageLeader(EngineTiers):
         try:
             for one in hashes:
                 while not (is_there := self._present([one])):
-                    if not any(tier.must_wait(name, [one], 0, 1) for tier in self.lower_tiers):
+                    if not any(tier.must_wait(name, [one], 0, 1) for tier in self._asked_tiers):
                         break
                     yield
                 found.append(bool(is_there))
         finally:
-            for tier in self.lower_tiers:
+            for tier in self._asked_tiers:
                 tier.forget_request(name)
         for store in self._stores():
             store.touch([one for one, is_there in zip(hashes, found, strict=True) if is_there])
@@ -292,7 +292,7 @@ class StorageLeader(EngineTiers):
         """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on."""
         if not self.is_on:
             return None
-        unwritten = [blocks for tier in self.lower_tiers if (blocks := tier.unwritten_blocks(count)) is not None]
+        unwritten = [blocks for tier in self._host.listeners if (blocks := tier.unwritten_blocks(count)) is not None]
         if count > self._host.store.available - max(unwritten, default=0):
             return None
         return self._host.reserve(count, keeps_unwritten=True)
@@ -310,7 +310,7 @@ class StorageLeader(EngineTiers):
         all_good = [True] * len(hashes)
         self._host.prove(target, all_good)
         with self._host.register(target, hashes, all_good) as blocks:
-            for tier in self.lower_tiers:
+            for tier in self._host.listeners:
                 tier.registered(blocks.hashes, blocks.slots)
         self.counters.offload_blocks += len(hashes)
         self.counters.offload_bytes += len(hashes) * self._settings.block_bytes

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvbm.core.index import is_consecutive, picked
 from kvbm.core.policies.ranking import PLAIN_MARK
@@ -50,8 +50,8 @@ class Reservation:
         self.blocks.release()
 
 
-class HostListener(Protocol):
-    """A tier that follows what happens in host memory."""
+class HostListener:
+    """A tier that follows what happens in host memory, because it writes blocks that are there."""
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
         """Note that blocks were registered in these slots of host memory; its labels say of which tenants."""
@@ -60,6 +60,17 @@ class HostListener(Protocol):
     def evicting(self, count: int, *, keeps_unwritten: bool) -> None:
         """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
         return
+
+    def adopt(self, hashes: Sequence[bytes]) -> None:
+        """Note that a request has these blocks of host memory, so that their tenant is known."""
+        return
+
+    def unwritten_blocks(self, end: int) -> int | None:
+        """Return how many blocks a chain of `end` blocks must not evict, because they still have to be written.
+
+        None if the chain does not pass through host memory to this tier, so that it has to fit into host memory.
+        """
+        return None
 
 
 class HostTier:

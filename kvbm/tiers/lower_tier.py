@@ -11,16 +11,19 @@ owns each tier, and calls in this order:
     settle                      register what has ended: written blocks there, read blocks in host memory
 
 A tier reports nothing before it has happened: what `settle` returns is proven, and any doubt is a miss. What a tier
-does not need keeps the empty method of this Protocol.
+does not need keeps the empty method of this Protocol. Some tiers can do more:
+
+    HostListener                writes blocks that are in host memory, so that it follows what happens there
+    OwnedTier                   its blocks are this engine's: they are pinned where they are, and deleted
+    AskedTier                   others write to it, so that a request may wait for an answer what is there
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
-
-from kvbm.tiers.host_tier import HostListener
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
@@ -55,7 +58,7 @@ class TierContext:
     callbacks: LeaderCallbacks
 
 
-class LowerTier(HostListener, Protocol):
+class LowerTier(Protocol):
     """See the module's text. `kind`: as which tier its blocks are counted. `reads` are its reads in flight."""
 
     kind: Tier
@@ -66,22 +69,8 @@ class LowerTier(HostListener, Protocol):
         """Whether its blocks are found, read and written."""
         ...
 
-    @property
-    def stores(self) -> Sequence[BlockStore]:
-        """The metadata of a tier whose blocks can be pinned, one at most. They are evicted in order of last use, and
-        reported in events."""
-        return ()
-
-    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
-        """Note that a request for the chain `hashes` has arrived; return what it is to the policy of this tier."""
-        return None
-
     def refresh(self) -> None:
-        """Note what has changed while the engine was idle. Call before a lookup."""
-        return
-
-    def receive(self) -> None:
-        """Take what the tier has sent, before `contains`. `match` does so itself."""
+        """Take what the tier has sent while the engine was idle. Call before a lookup."""
         return
 
     def contains(self, sequence_hash: bytes) -> bool:
@@ -92,21 +81,9 @@ class LowerTier(HostListener, Protocol):
         """Return how many of `hashes[start:end]` can be read, up to the first that cannot."""
         ...
 
-    def extents_of(self, hashes: Sequence[bytes], start: int, end: int) -> list[Extent]:
-        """Return the extents that hold `hashes[start:end]`; none if each block is kept by itself."""
-        return []
-
-    def must_wait(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> bool:
-        """Whether a request that found nothing from `start` on should be asked again at the next step."""
-        return False
-
     def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent]) -> Claim:
         """Hold those of the blocks at these positions that are here. `extents` were found by the match."""
         ...
-
-    def batches(self, positions: Sequence[int]) -> list[Sequence[int]]:
-        """Return these positions of blocks that are pinned here in the batches in which they are read."""
-        return [positions]
 
     def has_lost(self, hashes: Sequence[bytes], extent: Extent | None) -> bool:
         """Whether one of these blocks of a claim is gone, because another read of it has failed."""
@@ -117,10 +94,6 @@ class LowerTier(HostListener, Protocol):
         while there is no room or the tier is off."""
         ...
 
-    def adopt(self, hashes: Sequence[bytes]) -> None:
-        """Note that a request has these blocks of host memory, so that their tenant is known."""
-        return
-
     def hit(self, hashes: Sequence[bytes]) -> None:
         """Note a cache hit of these blocks in any tier."""
         return
@@ -128,17 +101,6 @@ class LowerTier(HostListener, Protocol):
     def used(self, hashes: Sequence[bytes], end: int, tenant: bytes) -> None:
         """Note that a request that has ended used `hashes[:end]`."""
         return
-
-    def forget_request(self, request_id: str) -> None:
-        """Note that a request has ended."""
-        return
-
-    def unwritten_blocks(self, end: int) -> int | None:
-        """Return how many blocks a chain of `end` blocks must not evict, because they still have to be written.
-
-        None if the chain does not pass through host memory to this tier, so that it has to fit into host memory.
-        """
-        return None
 
     def step(self, *, computes: bool) -> None:
         """Start the writes that are due. `computes`: the last step of the engine computed something."""
@@ -166,33 +128,6 @@ class LowerTier(HostListener, Protocol):
         call it."""
         return {}
 
-    def wear(self) -> dict[str, float]:
-        """Return the known wear metrics by name."""
-        return {}
-
-    def clear(self, *, ends_persistence: bool) -> None:
-        """Delete every block that an engine that starts later could find. Raises EnvironmentProblem."""
-        return
-
-    @property
-    def labels(self) -> SlotLabels | None:
-        """Ages and tenants of the blocks in `stores`; None for a tier without."""
-        return None
-
-    def begin_clear(self, tenant: bytes | None) -> None:
-        """Start to delete all blocks, or those of one tenant. The caller makes those of a tenant unfindable. Nothing
-        is read or written while `is_clearing`. For a tier with `labels`."""
-        return
-
-    @property
-    def is_clearing(self) -> bool:
-        """Whether `begin_clear` is not durable yet."""
-        return False
-
-    def off_because(self) -> str | None:
-        """Return why the tier is off, as far as it is known; None if it is on."""
-        return None
-
     def drop_results(self) -> None:
         """Take the results of what is in flight, and ignore them."""
         return
@@ -200,6 +135,55 @@ class LowerTier(HostListener, Protocol):
     def abandon(self, timeout_s: float) -> None:
         """End within `timeout_s`, and write nothing more."""
         return
+
+
+class OwnedTier(LowerTier):
+    """A tier whose blocks are this engine's. `store` has their metadata: they are evicted in order of last use, and
+    reported in events. `labels` are their ages and tenants. A tier may replace both."""
+
+    store: BlockStore
+    labels: SlotLabels
+
+    @abstractmethod
+    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+        """Note that a request for the chain `hashes` has arrived; return what it is to the policy of this tier."""
+
+    @abstractmethod
+    def batches(self, positions: Sequence[int]) -> list[Sequence[int]]:
+        """Return these positions of blocks that are pinned here in the batches in which they are read."""
+
+    @abstractmethod
+    def begin_clear(self, tenant: bytes | None) -> None:
+        """Start to delete all blocks, or those of one tenant, which the caller makes unfindable. Nothing is read or
+        written before that is durable."""
+
+    @abstractmethod
+    def not_durable(self) -> str:
+        """Return why the last `begin_clear` is not durable yet, empty if it is."""
+
+    @abstractmethod
+    def clear(self, *, ends_persistence: bool) -> None:
+        """Delete every block that an engine that starts later could find. Raises EnvironmentProblem."""
+
+    @abstractmethod
+    def wear(self) -> dict[str, float]:
+        """Return the known wear metrics by name."""
+
+
+class AskedTier(LowerTier):
+    """A tier to which others write too, several consecutive blocks of a chain at once."""
+
+    @abstractmethod
+    def extents_of(self, hashes: Sequence[bytes], start: int, end: int) -> list[Extent]:
+        """Return the extents that hold `hashes[start:end]`."""
+
+    @abstractmethod
+    def must_wait(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> bool:
+        """Whether a request that found nothing from `start` on should be asked again at the next step."""
+
+    @abstractmethod
+    def forget_request(self, request_id: str) -> None:
+        """Note that a request has ended."""
 
 
 OpenTier = Callable[[TierContext], LowerTier]

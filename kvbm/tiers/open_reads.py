@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.tiers.host_tier import HostListener, HostTier, Reservation
+    from kvbm.tiers.host_tier import HostTier, Reservation
 
 HUNG_S = 1.2
 USUAL_LIMIT_S = 1.8  # a tier whose reads usually take longer is not read
@@ -82,9 +82,9 @@ class Fetch:
 
 class OpenReads:
     """See the module's text. `times_hung` counts how often reads alone turned the tier off. `name` is for the log.
-    `tier` is read."""
+    `tier`, which is read, hears of no block that it has brought itself."""
 
-    def __init__(self, name: str, tier: HostListener, host: HostTier, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, tier: object, host: HostTier, clock: Callable[[], float]) -> None:
         self.times_hung = 0
         self.usual_s = 0.0  # that a read takes, at most USUAL_LIMIT_S
         self.name = name

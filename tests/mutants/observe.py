@@ -172,7 +172,7 @@ MUTANTS = (
         name="labels-forget-the-disk-at-a-restart",
         bug="after a restart, blocks on disk belong to nobody",
         file="kvbm/tiers/disk/tier.py",
-        old='self._labels.own_each(slots, found.tenants or [b""] * len(slots))',
+        old='self.labels.own_each(slots, found.tenants or [b""] * len(slots))',
         new="pass",
         fails="tests/leader/test_control.py -k survive_a_restart",
     ),

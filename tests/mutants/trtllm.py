@@ -36,8 +36,8 @@ MUTANTS = (
         name="trtllm-warms-the-oldest-blocks",
         bug="the start reads the blocks that were used least recently",
         file="kvbm/leader/prefetches.py",
-        old="newest = store.oldest(counts.inactive)[::-1][: self._host.store.free]",
-        new="newest = store.oldest(counts.inactive)[::-1]",
+        old="newest = tier.store.oldest(tier.store.counts().inactive)[::-1][: self._host.store.free]",
+        new="newest = tier.store.oldest(tier.store.counts().inactive)[::-1]",
         fails="tests/trtllm/test_disk_of_trtllm.py -k used_last",
     ),
     Mutant(

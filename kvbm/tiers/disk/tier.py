@@ -29,7 +29,8 @@ from kvbm.core.admission import FrequencyFilter
 from kvbm.core.policies.ranking import IN_LOWER_TIER
 from kvbm.core.store import BlockStore
 from kvbm.tiers.disk.orders import DiskResult, Read, Write
-from kvbm.tiers.lower_tier import Claim, LowerTier, TierContext
+from kvbm.tiers.host_tier import HostListener
+from kvbm.tiers.lower_tier import Claim, OwnedTier, TierContext
 from kvbm.tiers.open_reads import Extent, Fetch, OpenReads
 from kvbm.tiers.slot_labels import SlotLabels
 from kvbm.types import Tier
@@ -66,7 +67,7 @@ class _Write:
     cleared: set[bytes] = field(default_factory=set)  # tenants whose blocks were cleared meanwhile
 
 
-class DiskTier(LowerTier):
+class DiskTier(OwnedTier, HostListener):
     kind = Tier.DISK
 
     def __init__(self, disk: DiskSupervisor, context: TierContext) -> None:
@@ -77,7 +78,7 @@ class DiskTier(LowerTier):
         self._host = context.host
         self._counters = context.counters
         self._clock = clock = context.callbacks.clock
-        self.store, self._labels = self._empty_store(), SlotLabels(disk.slot_count, clock)
+        self.store, self.labels = self._empty_store(), SlotLabels(disk.slot_count, clock)
         self._losses = disk.losses
         self._is_filled = False  # all blocks that the process found are registered
         self._awake_until_s = 0.0
@@ -126,14 +127,6 @@ class DiskTier(LowerTier):
     @property
     def is_on(self) -> bool:
         return self._is_filled and self._disk.is_on and not self.reads.are_hung
-
-    @property
-    def stores(self) -> Sequence[BlockStore]:
-        return (self.store,)
-
-    @property
-    def labels(self) -> SlotLabels:
-        return self._labels
 
     def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
         arrival = self.store.arrive(hashes, now_s)
@@ -254,12 +247,10 @@ class DiskTier(LowerTier):
                 write.cleared.add(tenant)
         self._disk.begin_clear(tenant)
 
-    @property
-    def is_clearing(self) -> bool:
-        return self._disk.is_clearing
-
-    def off_because(self) -> str | None:
-        return self._disk.process.off_because
+    def not_durable(self) -> str:
+        if not self._disk.is_clearing:
+            return ""
+        return self._disk.process.off_because or "the disk has not answered yet"
 
     def _drop_all(self) -> None:
         self._counters.disk.reset_blocks += self.store.registered
@@ -336,7 +327,7 @@ class DiskTier(LowerTier):
         if counts.free + counts.inactive < self.store.capacity_blocks:
             return
         if self.store.capacity_blocks != self._disk.slot_count:  # the first process has just started
-            self.store, self._labels = self._empty_store(), SlotLabels(self._disk.slot_count, self._clock)
+            self.store, self.labels = self._empty_store(), SlotLabels(self._disk.slot_count, self._clock)
         end_s = self._clock() + limit_s
         while not self._is_filled and self._clock() < end_s:
             found = self._disk.recovered(waits=waits)
@@ -344,8 +335,8 @@ class DiskTier(LowerTier):
                 return
             slots, hashes = found.lists()
             self.store.restore(slots, hashes, found.notes, is_last=found.is_last)
-            self._labels.begin_at(slots, found.ages_s(time.time()))
-            self._labels.own_each(slots, found.tenants or [b""] * len(slots))
+            self.labels.begin_at(slots, found.ages_s(time.time()))
+            self.labels.own_each(slots, found.tenants or [b""] * len(slots))
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
         count = self.store.counts().inactive
@@ -436,7 +427,7 @@ class DiskTier(LowerTier):
             self._departing.update(source.hashes)
             generations = self._host.generations_of(source.slots)
             tenants = self._host.labels.tenants_of(source.slots)
-            self._labels.own_each(target.slots, tenants)
+            self.labels.own_each(target.slots, tenants)
             notes = () if self._notes_of is None else self._notes_of(source.hashes)
             self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations, notes))
 
@@ -447,13 +438,13 @@ class DiskTier(LowerTier):
             write.target.release()
             return
         self._departing.difference_update(hashes)
-        owners = self._labels.tenants_of(write.target.slots)
+        owners = self.labels.tenants_of(write.target.slots)
         failed_count = sum(not good and one not in write.cleared for one, good in zip(owners, is_good, strict=True))
         written, failed = write.target.split(is_good)
         failed.release()
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
         with written.stage(good).register(bytes(compress(write.marks, is_good))) as blocks:
-            self._labels.begin(blocks.slots)
+            self.labels.begin(blocks.slots)
         self._counters.disk.offload_blocks += len(good)
         self._counters.disk.only_blocks += len(good) * self._settings.is_buffer
         self._counters.disk.offload_bytes += len(good) * self._settings.block_bytes

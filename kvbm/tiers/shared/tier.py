@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.child import deadlines
 from kvbm.core.admission import FrequencyFilter
-from kvbm.tiers.lower_tier import Claim, LowerTier, TierContext
+from kvbm.tiers.lower_tier import AskedTier, Claim, TierContext
 from kvbm.tiers.open_reads import Extent, Fetch, OpenReads
 from kvbm.tiers.settings import TierPolicy
 from kvbm.tiers.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Probe, ProbeResult, Put
@@ -74,7 +74,7 @@ class _Asked:
     computed_steps: int = 0
 
 
-class SharedTier(LowerTier):
+class SharedTier(AskedTier):
     kind = Tier.SHARED
 
     def __init__(self, client: SharedClient, context: TierContext) -> None:
@@ -115,6 +115,8 @@ class SharedTier(LowerTier):
         """Detect the end of reads that hung while the engine was idle."""
         if not self.is_on and self.reads.are_abandoned:
             self.settle()
+        else:
+            self.receive()
 
     def receive(self) -> None:
         """Receive what has arrived. The engine may not have settled for long. Results of reads and writes wait for
