@@ -8,7 +8,7 @@ import numpy as np
 
 from kvbm.tiers.shared.orders import NOT_WANTED, Get, Listing, ObjectResult, Order, Outcome, Probe, ProbeResult, Put
 from kvbm.tiers.shared.presence import DIGEST, digest_of
-from kvbm.tiers.shared.storage import SharedCounters
+from kvbm.tiers.shared.storage import SharedStorageCounters
 
 GARBAGE = 0xEE
 
@@ -25,7 +25,7 @@ class FakeStore:
         self.is_on = True
         self.is_unnamed = self.is_silent = False
         self.now_s: Callable[[], float] = lambda: 0.0  # the clock of the leader
-        self.counters = SharedCounters()
+        self.counters = SharedStorageCounters()
         self.restarts = 0
         self.kept: dict[bytes, list[list[np.ndarray]]] = {}  # name of a run -> for each block its shards
         self.waiting: list[Order] = []

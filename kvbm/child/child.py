@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
 
 from kvbm.child import deadlines
 from kvbm.child.channel import Channel, ChannelClosed
@@ -43,6 +44,16 @@ class Status(NamedTuple):
     off_because: str | None
     counters: Any
     moved_s: float
+
+
+@dataclass(slots=True)
+class ServiceCounters:
+    """What a process counts from its start on. `times_off` counts its silences too, for the leader."""
+
+    times_off: int = 0
+
+    def plus(self, other: Self) -> Self:
+        return type(self)(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
 
 class Close(NamedTuple):

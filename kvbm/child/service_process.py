@@ -17,14 +17,12 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from kvbm.child import deadlines
 from kvbm.child.channel import Channel, ChannelClosed
-from kvbm.child.child import Close, Logged, Opening, Problem, Status
+from kvbm.child.child import Close, Logged, Opening, Problem, ServiceCounters, Status
 from kvbm.child.first_opening import FirstOpening
 from kvbm.child.parent import has_ended, how_it_ended, is_gone, log_for, start_child
 from kvbm.errors import EnvironmentProblem, TierProblem
 
 log = logging.getLogger(__name__)
-
-Self = TypeVar("Self", bound="HasTimesOff")
 
 
 class HasTicket(Protocol):
@@ -32,15 +30,9 @@ class HasTicket(Protocol):
     def ticket(self) -> int: ...
 
 
-class HasTimesOff(Protocol):
-    times_off: int
-
-    def plus(self: Self, other: Self, /) -> Self: ...
-
-
 Order = TypeVar("Order", bound=HasTicket)
 Result = TypeVar("Result", bound=HasTicket)
-Counters = TypeVar("Counters", bound=HasTimesOff)
+Counters = TypeVar("Counters", bound=ServiceCounters)
 
 
 class UnresponsiveProcess(TierProblem):

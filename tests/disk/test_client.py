@@ -28,7 +28,7 @@ from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.tiers.disk.directory import InstanceLock, await_predecessor
-from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.orders import FoundBlocks, Opened
 from kvbm.tiers.disk.service import client
 from kvbm.tiers.disk.service.client import DiskClient
@@ -291,7 +291,7 @@ class Beats:
 
     def __init__(self, interval_s: float, count: int) -> None:
         self.now = 0.0
-        self.left = iter([[Opening()]] * count + [[Opened(Path(), 1, "", DiskCounters(), 0, None)]])
+        self.left = iter([[Opening()]] * count + [[Opened(Path(), 1, "", DiskStorageCounters(), 0, None)]])
         self.interval_s = interval_s
 
     def wait(self, timeout_s: float) -> None:

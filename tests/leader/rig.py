@@ -31,7 +31,7 @@ from kvbm.leader.leader import Leader
 from kvbm.leader.opening import lower_tiers
 from kvbm.leader.request import LoadResult
 from kvbm.plan import StepPlan
-from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.tiers.disk.wear import Wear
 from kvbm.tiers.rates import KnownRates
@@ -123,7 +123,7 @@ class FakeDisk:
         self.slot_count = slot_count
         self.is_on = True
         self.is_unnamed = self.is_silent = False
-        self.counters = DiskCounters()
+        self.counters = DiskStorageCounters()
         self.losses = 0
         self.restarts = 0
         self.is_lost = False

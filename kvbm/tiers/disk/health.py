@@ -11,7 +11,9 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+
+from kvbm.child.child import ServiceCounters
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class HealthLimits:
 
 
 @dataclass(slots=True)
-class DiskCounters:
+class DiskStorageCounters(ServiceCounters):
     """Counters since opening. Bytes are payload bytes.
 
     `io_errors` counts by name (EIO, ENOSPC, ..., "index" for SQLite errors). `flushes` counts syncs of the arena.
@@ -38,7 +40,6 @@ class DiskCounters:
     flushes: int = 0
     checksum_misses: int = 0
     io_errors: Counter[str] = field(default_factory=Counter)
-    times_off: int = 0
     damaged_superblocks: int = 0
     damaged_indexes: int = 0
     dropped_rows: int = 0
@@ -48,16 +49,11 @@ class DiskCounters:
     def damaged_files(self) -> int:
         return self.damaged_superblocks + self.damaged_indexes + self.unusable_instances
 
-    def plus(self, other: DiskCounters) -> DiskCounters:
-        return DiskCounters(
-            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
-        )
-
 
 class Health:
     """State and counters. `counters` is written under `lock` and read without it."""
 
-    def __init__(self, limits: HealthLimits, counters: DiskCounters) -> None:
+    def __init__(self, limits: HealthLimits, counters: DiskStorageCounters) -> None:
         self.limits = limits
         self.lock = threading.Lock()
         self.counters = counters

@@ -48,7 +48,7 @@ from kvbm.tiers.disk.files import (
     require_usable_parent,
     sync_directory,
 )
-from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.index import PRIMARY_CODE, BlockIndex, Recovered, index_files, is_damage
 from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.tiers.disk.superblock import Superblock, read_superblock, write_superblock
@@ -106,7 +106,7 @@ class Instance:
         self.index: BlockIndex | None = None
         self.recovered: Recovered | None = None
         self.notes: dict[int, bytes] = {}  # of recovered blocks, by slot
-        self.losses = DiskCounters()  # damage found at opening
+        self.losses = DiskStorageCounters()  # damage found at opening
 
     @property
     def rates_path(self) -> Path | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.settings import DiskSettings, Namespace
 from kvbm.tiers.rates import KnownRates
 from kvbm.types import SegmentInfo
@@ -164,7 +164,7 @@ class Opened(NamedTuple):
     path: Path
     slot_count: int
     io_name: str
-    counters: DiskCounters
+    counters: DiskStorageCounters
     device: int
     earlier_rates: KnownRates | None
 

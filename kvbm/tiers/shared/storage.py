@@ -14,10 +14,11 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvbm.child.child import ServiceCounters
 from kvbm.host.threads import allowed_cores
 from kvbm.tiers.shared.breaker import Breaker, WritePause
 from kvbm.tiers.shared.geometry import Arrival, ExtentGeometry
@@ -39,7 +40,7 @@ SlotsCarry = Callable[[Sequence[int], Sequence[int]], bool]
 
 
 @dataclass(slots=True)
-class SharedCounters:
+class SharedStorageCounters(ServiceCounters):
     """Counters since the start of the process."""
 
     copies_read: int = 0  # objects that another engine of this machine has read from the store
@@ -48,11 +49,6 @@ class SharedCounters:
     bad_objects: int = 0
     failed_requests: int = 0
     probes: int = 0
-    times_off: int = 0
-
-    def plus(self, other: SharedCounters) -> SharedCounters:
-        names = [each.name for each in fields(self)]
-        return SharedCounters(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 class SharedStorage:
@@ -67,7 +63,7 @@ class SharedStorage:
         settings: SharedSettings,
     ) -> None:
         self.store = store
-        self.counters = SharedCounters()
+        self.counters = SharedStorageCounters()
         self.on_result: Callable[[], None] = lambda: None  # any thread calls it after a result
         self._keys = keys
         self._geometry = geometry

@@ -32,7 +32,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores, start
 from kvbm.tiers.disk.directory import INDEX, LEVELS, SUPERBLOCK, InstanceLock
 from kvbm.tiers.disk.files import open_private_directory, sync_directory
-from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.index import BlockIndex
 from kvbm.tiers.disk.orders import (
     LOST_IO,
@@ -61,14 +61,14 @@ log = logging.getLogger(__name__)
 Named = Future[tuple[DiskSettings, Namespace]]
 
 
-class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
+class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
     """One disk process. `slot_count` and `io_name` come from its storage."""
 
     tier, module = "disk", "kvbm.tiers.disk.service.server"
 
     def __init__(self, progress: Callable[[int, int], None] | None = None) -> None:
         """`progress(done_bytes, total_bytes)` is called while space is allocated."""
-        super().__init__(DiskCounters())
+        super().__init__(DiskStorageCounters())
         self.slot_count = self.device = 0  # `device`: number of the file system
         self.io_name = ""
         self.path = Path()
@@ -206,7 +206,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
         return replace(result, is_good=is_good)
 
 
-class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
+class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskStorageCounters]):
     """A disk process and its successors. Only the leader's thread uses it."""
 
     process: DiskClient

@@ -30,7 +30,7 @@ from kvbm.tiers.shared.orders import (
 )
 from kvbm.tiers.shared.protection import protection_of
 from kvbm.tiers.shared.settings import SharedSettings
-from kvbm.tiers.shared.storage import SharedCounters
+from kvbm.tiers.shared.storage import SharedStorageCounters
 from kvbm.types import SegmentInfo
 
 Named = tuple[bytes, Mapping[str, object]]  # digest of what names the blocks, and facts that describe it
@@ -46,13 +46,13 @@ class BlockShape(NamedTuple):
     has_extents: bool
 
 
-class SharedProcess(ServiceProcess[Order, Result, SharedCounters]):
+class SharedProcess(ServiceProcess[Order, Result, SharedStorageCounters]):
     """One process. It has *read* orders, whose host memory is not free before they end."""
 
     tier, module = "shared", "kvbm.tiers.shared.service.server"
 
     def __init__(self) -> None:
-        super().__init__(SharedCounters())
+        super().__init__(SharedStorageCounters())
         self.opened = StoreOpened("", 0, 0)
         self._reads: set[int] = set()  # tickets in flight
         self._listings: list[Listing] = []
@@ -99,7 +99,7 @@ class SharedProcess(ServiceProcess[Order, Result, SharedCounters]):
         super()._handle(message)
 
 
-class SharedClient(ChildService[Order, Result, SharedCounters]):
+class SharedClient(ChildService[Order, Result, SharedStorageCounters]):
     """See the module's text. Only the leader's thread uses it."""
 
     process: SharedProcess
