@@ -136,16 +136,10 @@ class Offloads:
             if end <= begin:
                 return
         if progress.can_wait and end - begin > self._slices.size:
-            has_marks = progress.arrival is not None
-            size = self._slices.size
-            examined = size if has_marks else PRESENT_SLICES * size  # marks take several times as long
-            present = store.match(hashes[begin : min(end, begin + examined)])
-            if has_marks:
-                store.touch(hashes[begin : begin + present], progress.marks(begin, begin + present))
-            begin = progress.considered = begin + present
-            if has_marks and present == examined:
+            if self._is_slice_present(progress, hashes, end):
                 return
-            end = min(end, begin + size)
+            begin = progress.considered
+            end = min(end, begin + self._slices.size)
         fresh, marks = hashes[begin:end], progress.marks(begin, end)
         missing = store.missing_of_chain(fresh) if progress.can_wait else store.missing(fresh)
         if (begin == 0 or marks) and len(missing) < len(fresh):
@@ -177,6 +171,16 @@ class Offloads:
             progress.left_out = 0
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
+
+    def _is_slice_present(self, progress: OffloadProgress, hashes: Sequence[bytes], end: int) -> bool:
+        """Skip the next blocks of a long chain that are in G2. Return whether this was the work of a step."""
+        begin, has_marks = progress.considered, progress.arrival is not None
+        examined = self._slices.size * (1 if has_marks else PRESENT_SLICES)  # marks take several times as long
+        present = self._host.store.match(hashes[begin : min(end, begin + examined)])
+        if has_marks:
+            self._host.store.touch(hashes[begin : begin + present], progress.marks(begin, begin + present))
+        progress.considered = begin + present
+        return has_marks and present == examined
 
     def _note(
         self, late: LateOffloads, progress: OffloadProgress, hashes: Sequence[bytes], block_ids: Sequence[int], end: int

@@ -103,15 +103,13 @@ def compare(
     ratio = paired_ratio(pairs_of(cell, one, other))
     deviation = ratio.run_deviation if ratio else None
     samples = {name: _samples(cell, runs) for name, runs in ((reference, one), (measured, other))}
-    measured_ms, reference_ms = (
-        percentile(times, 50) if (times := _flat(samples[name])) else None for name in (measured, reference)
-    )
+    measured_ms, reference_ms = _median_ms(samples[measured]), _median_ms(samples[reference])
     floor = results.plan["floor"]
-    share = None
     about = results.arms[reference]
     is_without_kvbm = about["kind"] == "baseline" and not about["differences"]  # else a cache of its own may be slower
-    if floor and cell.of_arm(floor) and is_without_kvbm:
-        floors = _samples(cell, cell.of_arm(floor))
+    share = None
+    if is_without_kvbm and floor and (of_floor := cell.of_arm(floor)):
+        floors = _samples(cell, of_floor)
         share = share_of_possible_gain(samples[reference], samples[measured], floors, run_deviation=deviation)
     has_loads = _has_loads(other, is_known=results.arms[measured]["kind"] != "url")
     judged = (measured, reference, *([floor] if floor else ()))
@@ -120,11 +118,7 @@ def compare(
         reference=reference,
         request_count=max((len(run.records) for run in cell.runs), default=0) * cell.pairs_done,
         errors={name: sum(not record.is_ok for run in cell.of_arm(name) for record in run.records) for name in judged},
-        outputs={
-            name: found.judgement
-            for name, found in answers.items()
-            if found.judgement is not None and name in (measured, reference)
-        },
+        outputs={name: tested for name in answers if name in judged[:2] and (tested := answers[name].judgement)},
         reference_ttft_ms=reference_ms,
         measured_ttft_ms=measured_ms,
         ratio=ratio,
@@ -153,6 +147,11 @@ def compare(
         answers=answers,
         has_loads=has_loads,
     )
+
+
+def _median_ms(samples: Samples) -> float | None:
+    times_ms = _flat(samples)
+    return percentile(times_ms, 50) if times_ms else None
 
 
 def _has_loads(runs: Sequence[Measurement], *, is_known: bool) -> bool | None:
