@@ -12,7 +12,7 @@ from kvbm.tiers.shared.tier import SharedTier
 
 def check_leader(leader):
     """Raise InvariantError or AssertionError unless the whole bookkeeping is consistent. Slow at scale."""
-    check_store(leader._host.store)
+    check_store(leader.host.store)
     check_offloads(leader._offloads)
     check_onboards(leader._onboards)
     checks = {DiskTier: check_disk_tier, SharedTier: check_shared_tier}

@@ -151,7 +151,7 @@ class Kvbm:
         self.orders: Any = None
 
     def fill(self, hashes: list[bytes]) -> None:
-        host = self.side.blocks.leader.leader._host
+        host = self.side.blocks.leader.leader.host
         target = host.reserve(len(hashes))
         host.register(target, hashes, [True] * len(hashes)).release()
         host.store.take_events()

@@ -89,7 +89,7 @@ class TracedCopier:
 class TracedWorkerOfKvbm(WorkerSide):
     def create_worker(self, layout: Any, storages: Any) -> Any:
         worker = super().create_worker(layout, storages)
-        worker._copier = TracedCopier(worker._copier)
+        worker.copier = TracedCopier(worker.copier)
         return worker
 
 

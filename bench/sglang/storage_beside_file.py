@@ -84,7 +84,7 @@ class Kvbm:
         return self._storage.batch_get_v1(keys, self._pool.indices(*places))
 
     def forget_memory(self) -> None:
-        self._storage._thread._leader._host.store.reset()
+        self._storage._thread._leader.host.store.reset()
 
     def places(self) -> list[Place]:
         """Return where each page is that was written first."""

@@ -151,7 +151,7 @@ class TracedWorkerSide(WorkerSide):
         self._copies: list[Copy] = []
         self._awaiting: Order | None = None
         self._steps_left = 0
-        worker._copier = TimedCopier(worker._copier, self)
+        worker.copier = TimedCopier(worker.copier, self)
         return worker
 
     def bind(self, orders: Any) -> None:

@@ -155,7 +155,7 @@ class Worker:
         self, segment: Segment, copier: DeviceCopier, threads: CopyThreads, *, repeats_onboards: bool = False
     ) -> None:
         self._segment = segment
-        self._copier = copier
+        self.copier = copier
         self._threads = threads
         self._onboard_pool, self._offload_pool = threads.onboard_pool, threads.offload_pool
         self._onboards: dict[int, _Running[Onboard]] = {}
@@ -226,7 +226,7 @@ class Worker:
     def finish(self, plan: StepPlan) -> None:
         """Start the plan's offloads. The forward pass that computes their sources has been submitted."""
         if plan.offloads:
-            fence, error = self.boundary.attempt("fence", self._copier.fence)
+            fence, error = self.boundary.attempt("fence", self.copier.fence)
             for order in plan.offloads:
                 parts = self._offload_parts(order, fence)
                 if (failed := self._submit(order, parts, self._offload_pool, self._offloads, error)) is not None:
@@ -283,7 +283,7 @@ class Worker:
         """Copy, and prove it at once: an engine that runs no more steps polls no more. Replicas report at the end of
         their last part."""
         slots = np.array(order.slots[part], np.int64)
-        self._copier.offload(np.array(order.block_ids[part], np.int64), slots, fence)
+        self.copier.offload(np.array(order.block_ids[part], np.int64), slots, fence)
         self._segment.write_slots(slots, order.generation, SlotState.READY)
         if uncopied.end_one() and self._has_replicas:
             self._segment.write_report(order.generation, SlotState.READY, self._sample(order, fence))
@@ -293,13 +293,13 @@ class Worker:
         if 0 in self._share(order):
             return self._segment.checksum(order.slots[0])
         with self._sampling:
-            self._copier.offload(order.block_ids[:1], (self._segment.sample_slot,), fence)
+            self.copier.offload(order.block_ids[:1], (self._segment.sample_slot,), fence)
             return self._segment.checksum(self._segment.sample_slot)
 
     def _run_onboard(self, order: Onboard, part: slice, uncopied: _UncopiedParts, fence: object | None) -> None:
         slots, generations = np.array(order.slots[part]), np.array(order.slot_generations[part])
         self._require_source(order, slots, generations)
-        self._copier.onboard(slots, np.array(order.block_ids[part]), fence)
+        self.copier.onboard(slots, np.array(order.block_ids[part]), fence)
         self._require_source(order, slots, generations)
         if uncopied.end_one() and self._threads_prove_onboards:
             self._segment.write_lane(order.lane, order.generation, SlotState.READY)
@@ -309,7 +309,7 @@ class Worker:
             raise TransferError(f"onboard {order.generation}: a source slot holds another block")
 
     def _start_onboards(self, orders: Sequence[Onboard]) -> None:
-        fence, error = self.boundary.attempt("fence", self._copier.fence)
+        fence, error = self.boundary.attempt("fence", self.copier.fence)
         for order in orders:
             slices = self._threads.parts(len(order.slots), self._segment.info.block_bytes, self._threads.onboard_parts)
             uncopied = _UncopiedParts(len(slices))

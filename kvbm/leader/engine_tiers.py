@@ -48,7 +48,7 @@ class EngineTiers:
         self._settings = settings
         self._clock = clock = callbacks.clock
         traits = settings.traits
-        self._host = HostTier(
+        self.host = HostTier(
             region,
             self.counters,
             hash_bytes=traits.hash_bytes,
@@ -58,17 +58,13 @@ class EngineTiers:
             clock=clock,
         )
         self._rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=clock, reads_always=reads_always)
-        self._context = TierContext(self._host, settings, self.counters, self._rates, callbacks)
+        self._context = TierContext(self.host, settings, self.counters, self._rates, callbacks)
         self.lower_tiers: tuple[LowerTier, ...] = tuple(open_tier(self._context) for open_tier in open_tiers)
         self.owned_tiers = tuple(tier for tier in self.lower_tiers if isinstance(tier, OwnedTier))
         self._asked_tiers = tuple(tier for tier in self.lower_tiers if isinstance(tier, AskedTier))
-        self._host.listeners = tuple(tier for tier in self.lower_tiers if isinstance(tier, HostListener))
+        self.host.listeners = tuple(tier for tier in self.lower_tiers if isinstance(tier, HostListener))
         self.operations: Operations | None = None
         self.control = CacheControl(self, clock)
-
-    @property
-    def host(self) -> HostTier:
-        return self._host
 
     def forget_host(self, tenant: bytes | None) -> None:
         """Forget every block in host memory, and what is on its way there from the device; or only what is on its way
@@ -109,11 +105,11 @@ class EngineTiers:
 
     def _stores(self) -> list[BlockStore]:
         """Return the metadata of host memory and of the lower tiers that have such."""
-        return [self._host.store, *(tier.store for tier in self.owned_tiers)]
+        return [self.host.store, *(tier.store for tier in self.owned_tiers)]
 
     def _forget_host_memory(self) -> None:
-        self.counters.host_reset_blocks += self._host.store.registered
-        self._host.store.reset()
+        self.counters.host_reset_blocks += self.host.store.registered
+        self.host.store.reset()
         self.counters.resets += 1
 
     def _forget_lower_tiers(self, *, ends_persistence: bool) -> bool:

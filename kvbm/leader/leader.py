@@ -86,7 +86,7 @@ class Leader(EngineTiers):
         self._matching = Matching(context, tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
-        self.hints = Hints(self._host.store, callbacks.clock, self.counters)
+        self.hints = Hints(self.host.store, callbacks.clock, self.counters)
         self.operations = Operations(context, tiers, self._prefetches, self.hints)
         self._results = LoadResults(settings, self.counters, self._rates, self._requests, callbacks)
         self._step = 0
@@ -157,12 +157,12 @@ class Leader(EngineTiers):
     def _arrive(self, request: LiveRequest, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
         """Return what the chain of a request is to host memory; without adaptive eviction there, to the disk."""
         below = [use for tier in self.owned_tiers if (use := tier.arrive(hashes, now_s)) is not None]
-        if request.hint is None or not self._host.store.policy.knows_uses:
-            arrival = self._host.arrive(hashes, now_s)
+        if request.hint is None or not self.host.store.policy.knows_uses:
+            arrival = self.host.arrive(hashes, now_s)
         else:
             hint = self.hints.arrive(request.hint, request.tenant, hashes)
             request.retained = hint.retained
-            arrival = self._host.arrive(hashes, now_s, hint)
+            arrival = self.host.arrive(hashes, now_s, hint)
         return below[0] if arrival is None and below else arrival
 
     def _note_lookup(self, request_id: str, began_s: float, found: int | None) -> None:
@@ -274,7 +274,7 @@ class Leader(EngineTiers):
         )
         overdue = len(plan.overdue_offloads) + len(plan.overdue_onboards)
         self.counters.overdue_transfers += overdue
-        self._host.check_next()
+        self.host.check_next()
         if self._trace is not None and not plan.is_empty():
             orders = [(one.generation, one.block_ids, one.slots) for one in plan.offloads]
             loads = [(one.generation, one.block_ids, one.slots) for one in plan.onboards]
@@ -286,7 +286,7 @@ class Leader(EngineTiers):
         if not self.counters.disabled:
             self._disable_if_unreliable()
         self._offloads.settle()
-        if not self.counters.disabled and self._host.region.has_different_copies:
+        if not self.counters.disabled and self.host.region.has_different_copies:
             self._disable_if_unreliable()
         for tier in self.lower_tiers:
             self._onboards.fetched(tier.settle())
@@ -380,7 +380,7 @@ class Leader(EngineTiers):
             if not self._has_states:
                 recent = hashes[:end]  # once: a long chain is copied
                 for store in self._stores():
-                    if store is self._host.store and self._offloads.has_spare(progress):
+                    if store is self.host.store and self._offloads.has_spare(progress):
                         self._slices.run(store.evict_next, recent, order=1)
                     else:
                         self._slices.run(store.touch, recent)
@@ -424,7 +424,7 @@ class Leader(EngineTiers):
         Those of each tier are in order. Those of G3 come first: a block that was written to disk and then evicted from
         host memory is never in neither.
         """
-        events = self._host.store.take_events()
+        events = self.host.store.take_events()
         for tier in self.owned_tiers:
             events = tier.store.take_events() + events
         return events
@@ -485,7 +485,7 @@ class Leader(EngineTiers):
 
         The same if ranks that share their host memory do not have equal KV. Then the blocks on disk may be wrong too.
         """
-        region = self._host.region
+        region = self.host.region
         if region.has_lost_rank():
             self._forget_all()
             reason = "the process of a rank has ended"

@@ -95,7 +95,7 @@ class StorageLeader(EngineTiers):
         for tier in self.lower_tiers:
             tier.step(computes=False)
             self._arrived.update(tier.settle())
-        self._host.check_next()
+        self.host.check_next()
 
     def find(self, hashes: Sequence[bytes], prefix: Sequence[bytes] = ()) -> Question[int]:
         """Return how many of `hashes` can be read, up to the first that cannot. `prefix` are the blocks before them in
@@ -162,7 +162,7 @@ class StorageLeader(EngineTiers):
         stored = [True] * len(hashes)
         for index in due:
             stored[index] = False
-        size = max(1, self._host.capacity_blocks // LENT_SHARE)
+        size = max(1, self.host.capacity_blocks // LENT_SHARE)
         for begin in range(0, len(due), size):
             batch = due[begin : begin + size]
             while (target := self._reserve(len(batch))) is None:
@@ -197,7 +197,7 @@ class StorageLeader(EngineTiers):
         """Return how many of `hashes` are in any tier, up to the first that is in none."""
         at, end = 0, len(hashes)
         while at < end:
-            found = self._host.store.match(hashes, at)
+            found = self.host.store.match(hashes, at)
             for tier in self.lower_tiers if not found else ():
                 if found := tier.match(hashes, at, end):
                     break
@@ -209,12 +209,12 @@ class StorageLeader(EngineTiers):
     def _is_stored(self, sequence_hash: bytes) -> bool:
         """Whether a block needs no copy: it is in the nearest tier that is on, or in G2 if that is a tier."""
         nearest = next((tier for tier in self.lower_tiers if tier.is_on), None)
-        return self._host.store.contains(sequence_hash) or (nearest is not None and nearest.contains(sequence_hash))
+        return self.host.store.contains(sequence_hash) or (nearest is not None and nearest.contains(sequence_hash))
 
     def _claim(self, reading: _Reading, hashes: Sequence[bytes], lend: Lend) -> None:
         """Lend what is in G2, up to the first block that is in no tier, and queue the reads of the rest."""
         end = self._present(hashes)
-        here = [index for index in range(end) if self._host.store.contains(hashes[index])]
+        here = [index for index in range(end) if self.host.store.contains(hashes[index])]
         absent = sorted(set(range(end)).difference(here))
         self._lend(reading, here, Tier.HOST, hashes, lend)
         batches = []
@@ -250,7 +250,7 @@ class StorageLeader(EngineTiers):
             reading.lent[loan] = fetch.blocks
             lend(loan)
             return
-        good = self._host.store.match([hashes[index] for index in positions])
+        good = self.host.store.match([hashes[index] for index in positions])
         self.counters.onboard_failed_blocks += len(positions) - good
         self._lend(reading, positions[:good], tier.kind, hashes, lend)
         while reading.waiting and reading.waiting[-1][0][0] > positions[0]:
@@ -260,7 +260,7 @@ class StorageLeader(EngineTiers):
         self, reading: _Reading, positions: Sequence[int], tier: Tier, hashes: Sequence[bytes], lend: Lend
     ) -> None:
         if positions:
-            blocks = self._host.store.pin([hashes[index] for index in positions])
+            blocks = self.host.store.pin([hashes[index] for index in positions])
             assert blocks is not None, "blocks that were just found can be pinned"
             loan = Loan(positions, tuple(blocks.slots), tier)
             reading.lent[loan] = blocks
@@ -292,10 +292,10 @@ class StorageLeader(EngineTiers):
         """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on."""
         if not self.is_on:
             return None
-        unwritten = [blocks for tier in self._host.listeners if (blocks := tier.unwritten_blocks(count)) is not None]
-        if count > self._host.store.available - max(unwritten, default=0):
+        unwritten = [blocks for tier in self.host.listeners if (blocks := tier.unwritten_blocks(count)) is not None]
+        if count > self.host.store.available - max(unwritten, default=0):
             return None
-        return self._host.reserve(count, keeps_unwritten=True)
+        return self.host.reserve(count, keeps_unwritten=True)
 
     def _filled(self, target: Reservation, loan: Loan, lend: Lend) -> Question[None]:
         try:
@@ -308,9 +308,9 @@ class StorageLeader(EngineTiers):
 
     def _register(self, target: Reservation, hashes: Sequence[bytes]) -> None:
         all_good = [True] * len(hashes)
-        self._host.prove(target, all_good)
-        with self._host.register(target, hashes, all_good) as blocks:
-            for tier in self._host.listeners:
+        self.host.prove(target, all_good)
+        with self.host.register(target, hashes, all_good) as blocks:
+            for tier in self.host.listeners:
                 tier.registered(blocks.hashes, blocks.slots)
         self.counters.offload_blocks += len(hashes)
         self.counters.offload_bytes += len(hashes) * self._settings.block_bytes

@@ -338,7 +338,7 @@ class _Served:
     def _do_forget_memory(self) -> None:
         """What is on disk stays."""
         self._engine.forget_g1()
-        self._engine.between_steps(lambda: self._engine.leader._host.store.reset() or True)
+        self._engine.between_steps(lambda: self._engine.leader.host.store.reset() or True)
 
     def _do_check(self) -> None:
         """The bookkeeping is consistent, and no exception of kvbm was stopped on its way to the engine."""

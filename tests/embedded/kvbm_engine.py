@@ -87,7 +87,7 @@ class KvbmEngine:
         self.copier = None
         if self.connector is not None and not worker_process:
             worker = self.connector[1]._home
-            worker._copier = self.copier = FaultyCopier(worker._copier)
+            worker.copier = self.copier = FaultyCopier(worker.copier)
 
     @property
     def leader(self):

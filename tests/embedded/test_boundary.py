@@ -126,7 +126,7 @@ class Kvbm:
             region = self.connector[0]._guarded.region
             store.shards, store.slots_carry = region.shards, region.slots_carry
         worker = self.connector[1]._home
-        worker._copier = self.copier = FaultyCopier(worker._copier)
+        worker.copier = self.copier = FaultyCopier(worker.copier)
 
     @property
     def counters(self):

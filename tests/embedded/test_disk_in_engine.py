@@ -554,7 +554,7 @@ def kill_disk(engine):
 def forget_memory(engine):
     """What is on disk stays."""
     engine.forget_g1()
-    engine.between_steps(lambda: engine.leader._host.store.reset() or True)
+    engine.between_steps(lambda: engine.leader.host.store.reset() or True)
 
 
 def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(written, expected):

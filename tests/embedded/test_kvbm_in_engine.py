@@ -56,7 +56,7 @@ def test_multi_turn_outputs_are_equal_and_blocks_really_travel(expected, worker_
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_no_table_of_adaptive_eviction_changes_an_output(expected, table):
     with running(host_blocks=40, eviction="adaptive", prefix_caching=False) as engine:
-        adaptive = engine.leader._host.store.policy
+        adaptive = engine.leader.host.store.policy
         adaptive.order.use_table(table)
         adaptive._decide = lambda: next(one for one in adaptive._shadows if one.table is table)
         assert_same(conversations(engine), expected)

@@ -25,13 +25,13 @@ def serve(rig, name, hashes):
 
 
 def classes(rig, hashes):
-    store = rig.leader._host.store
+    store = rig.leader.host.store
     with store.pin(hashes) as held:
         return [store.policy.order.marks[slot] & CLASS_MASK for slot in held.slots]
 
 
 def use_incumbents(rig):
-    adaptive = rig.leader._host.store.policy
+    adaptive = rig.leader.host.store.policy
     adaptive.order.use_table(INCUMBENTS)
     adaptive._current = adaptive._shadows[-1]
 
@@ -58,8 +58,8 @@ def test_blocks_that_host_memory_would_not_keep_are_not_copied(rig):
         rig.step()
         rig.leader.offload("scan", scan, blocks, computed_blocks=5, prompt_blocks=5)
     rig.finish("scan", scan, blocks)
-    assert rig.leader._host.store.match(kept) == 6
-    assert rig.leader._host.store.match(scan) == 2  # what was free
+    assert rig.leader.host.store.match(kept) == 6
+    assert rig.leader.host.store.match(scan) == 2  # what was free
     counters = rig.leader.counters
     assert (counters.offload_blocks - before, counters.offload_declined_blocks) == (2, 3)
     assert (counters.eviction_order, counters.offload_skipped_blocks) == (3, 0)
@@ -80,7 +80,7 @@ def test_a_declined_request_copies_no_generated_blocks_either(rig):
     rig.leader._requests["scan"].offloads[0].fresh_until = 1000  # so that it is handled with other requests
     assert rig.leader.offload_all([("scan", longer, blocks, 6, 5)]) == [6]
     assert rig.step() == []
-    assert not any(map(rig.leader._host.store.contains, longer))
+    assert not any(map(rig.leader.host.store.contains, longer))
     rig.finish("scan", longer, blocks)
 
 
@@ -94,7 +94,7 @@ def test_no_block_is_declined_if_all_are_wanted(tier):
     serve(rig, "first", kept)
     serve(rig, "again", kept)
     serve(rig, "scan", chain("scan", 5))
-    assert rig.leader._host.store.match(chain("scan", 5)) == 5
+    assert rig.leader.host.store.match(chain("scan", 5)) == 5
     assert rig.leader.counters.offload_declined_blocks == 0
     rig.close()
 
@@ -103,9 +103,9 @@ def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
     rig = Rig(slots=8, blocks=32, host_eviction="adaptive", to_host="second_hit")
     one = chain("a", 1)  # of a chain, every fourth block is remembered
     serve(rig, "first", one)
-    assert rig.leader._host.store.match(one) == 0
+    assert rig.leader.host.store.match(one) == 0
     serve(rig, "second", one)
-    assert rig.leader._host.store.match(one) == 1
+    assert rig.leader.host.store.match(one) == 1
     rig.close()
 
 
@@ -118,16 +118,16 @@ def test_requests_of_one_step_do_not_share_the_same_room(rig):
         rig.leader.match(name, chain(name, 2), 0)
         rig.compute(name, chain(name, 2))
     rig.step()
-    assert rig.leader._host.store.match(kept) == 6
-    assert rig.leader._host.store.match(chain("one", 2)) == 2
-    assert rig.leader._host.store.match(chain("two", 2)) == 0
+    assert rig.leader.host.store.match(kept) == 6
+    assert rig.leader.host.store.match(chain("one", 2)) == 2
+    assert rig.leader.host.store.match(chain("two", 2)) == 0
 
 
 def test_with_lru_a_request_is_nothing_special():
     rig = Rig(slots=8, blocks=32)
     serve(rig, "first", chain("a", 6))
     serve(rig, "second", chain("b", 5))
-    assert rig.leader._host.store.match(chain("a", 6)) == 3
+    assert rig.leader.host.store.match(chain("a", 6)) == 3
     assert (rig.leader.counters.eviction_order, rig.leader.counters.offload_declined_blocks) == (0, 0)
     rig.close()
 
@@ -174,7 +174,7 @@ def test_blocks_on_disk_have_classes_too(host):
     rig.step()
     rig.step()
     assert on_disk(rig, hashes[:4]) == [NEW] * 4
-    rig.leader._host.store.forget(hashes)
+    rig.leader.host.store.forget(hashes)
     rig.now_s += 50
     rig.leader.match("second", hashes, 0)
     assert all(one >= RESIDENT for one in on_disk(rig, hashes[:4]))
@@ -207,7 +207,7 @@ def test_a_disk_with_the_table_of_incumbents_keeps_what_came_back():
     rig = Rig(slots=16, blocks=64, fake_disk=8, disk_eviction="adaptive", **disk_policy("always"))
     kept = chain("kept", 6)
     for name in ("first", "again"):
-        rig.leader._host.store.forget(kept)
+        rig.leader.host.store.forget(kept)
         serve(rig, name, kept)
         rig.step()
     rig.disk_tier.store.policy.order.use_table(INCUMBENTS)

@@ -117,7 +117,7 @@ def test_what_is_in_flight_for_a_tenant_is_not_registered_afterwards(rig):
 @pytest.mark.parametrize("has_read", [False, True], ids=["not read", "read"])
 def test_a_read_from_disk_in_flight_brings_back_nothing_of_a_cleared_tenant(rig, has_read):
     hashes = kept(rig, "alice", 3)
-    rig.leader._host.store.forget(hashes)
+    rig.leader.host.store.forget(hashes)
     rig.load("again@alice", hashes)
     rig.order()
     if has_read:
@@ -207,7 +207,7 @@ def test_what_waits_is_refused_when_the_cache_is_off(rig):
 
 
 def test_labels_of_a_tenant_are_forgotten_with_its_last_slot(rig):
-    labels = rig.leader._host.labels
+    labels = rig.leader.host.labels
     labels.own([1, 2], ALICE)
     labels.own([3], BOB)
     assert labels.tenants_of([1, 2, 3, 4]) == [ALICE, ALICE, BOB, b""]

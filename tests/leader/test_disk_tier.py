@@ -199,7 +199,7 @@ def test_at_the_end_new_blocks_evict_none_that_are_newer_in_host_memory():
     other = rig.fill("b", 1)
     asked_again(rig, other)
     settled(rig)
-    rig.leader._host.store.touch(kept)
+    rig.leader.host.store.touch(kept)
     new = rig.fill("c", 1)
     assert written_at_the_end(rig) == new
     assert on_disk(rig) == {*kept, *new}
@@ -477,7 +477,7 @@ def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_
 def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.store.reset()  # host memory knows them no more
+    rig.leader.host.store.reset()  # host memory knows them no more
     rig.disk.end()
     (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
     rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
@@ -572,7 +572,7 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
 def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.store.reset()
+    rig.leader.host.store.reset()
     rig.disk.end()
     rig.disk.begin_again()
     assert rig.leader.match("r", hashes, 0) == 4
@@ -583,7 +583,7 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     rig.disk.blocks_at_a_time = 1
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.store.reset()
+    rig.leader.host.store.reset()
     rig.disk.end()
     rig.settle()
     rig.disk.begin_again()
@@ -644,7 +644,7 @@ def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, mo
 def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.store.reset()
+    rig.leader.host.store.reset()
     rig.disk.blocks_at_a_time = 1
     for _ in range(2):
         rig.disk.end()
@@ -1029,7 +1029,7 @@ def test_a_read_that_waits_for_room_drops_nothing_from_host_memory():
     pinned = rig.fill("b", 2)
     rig.compute("moving", chain("c", 2))
     rig.order()
-    pin = rig.leader._host.store.pin(pinned[:1])
+    pin = rig.leader.host.store.pin(pinned[:1])
     rig.disk.is_on = True
     before = rig.leader.counters.disk.dropped_blocks
     source = rig.disk_tier.store.pin(hashes)
@@ -1045,7 +1045,7 @@ def test_a_load_that_cannot_begin_holds_nothing_on_disk():
     rig = make()
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.store.forget(hashes)
+    rig.leader.host.store.forget(hashes)
     assert rig.leader.match("r", hashes, 0) == 4
     rig.disk_tier.store.forget(hashes[3:])
     blocks = rig.g1.allocate(4)

@@ -168,14 +168,14 @@ def test_reads_that_hang_leave_a_part_of_host_memory(tiers):
 def test_a_load_without_room_does_not_wait_for_the_reads_of_another_tier():
     """Its own tier works; what hangs is the disk, whose reads have the room."""
     rig, (a, b) = full("disk", slots=4)
-    rig.leader.lower_tiers = rig.leader._host.listeners = (rig.disk_tier,)
+    rig.leader.lower_tiers = rig.leader.host.listeners = (rig.disk_tier,)
     assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
     rig.close()
 
 
 def test_a_load_that_waited_for_room_has_no_second_deadline_for_its_own_reads():
     rig, (a, b) = full("disk", slots=4)
-    taken = rig.leader._host.reserve(4)
+    taken = rig.leader.host.reserve(4)
     is_released = []
 
     def between():

@@ -61,7 +61,7 @@ def let_be_evicted(rig: Rig, hashes: list[bytes]) -> None:
 
 
 def in_host(rig: Rig, hashes: list[bytes]) -> list[bool]:
-    return [rig.leader._host.store.contains(one) for one in hashes]
+    return [rig.leader.host.store.contains(one) for one in hashes]
 
 
 def idle(rig: Rig, steps: int = 2) -> None:
@@ -225,7 +225,7 @@ def test_blocks_that_found_no_room_are_tried_again():
     rig = late_rig(slots=4)
     serve(rig, "a", chain("a", 4))
     serve(rig, "b", chain("b", 4))
-    with rig.leader._host.store.allocate(4):
+    with rig.leader.host.store.allocate(4):
         serve(rig, "filler", chain("filler", 24))
         rig.step()
         assert rig.leader.counters.offload_blocks == 0
@@ -283,14 +283,14 @@ def test_host_memory_evicts_blocks_that_are_in_g1_again_first_tail_first(rig):
         serve(rig, f"filler{number}", chain(f"filler{number}", 8))
     assert in_host(rig, first + other) == [True] * 8
     assert serve(rig, "again", first) == (0, 4)
-    assert rig.leader._host.store.oldest(4) == tuple(first[::-1])
+    assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
     assert serve(rig, "in g1", first) == (4, 0)
-    assert rig.leader._host.store.oldest(4) == tuple(first[::-1])
+    assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
 
 
 def test_the_tail_of_a_chain_of_many_slices_is_evicted_first():
     rig = late_rig(slots=64, blocks=64, reach=16, slice_blocks=4)
-    hashes, host = chain("a", 14), rig.leader._host
+    hashes, host = chain("a", 14), rig.leader.host
     host.register(host.reserve(14), hashes, [True] * 14).release()
     blocks = rig.g1.allocate(14)
     for block, one in zip(blocks, hashes, strict=True):
@@ -331,7 +331,7 @@ def test_a_long_chain_is_noted_in_slices():
 
 def test_with_adaptive_eviction_blocks_keep_the_class_of_their_request():
     rig = late_rig(host_eviction="adaptive")
-    store = rig.leader._host.store
+    store = rig.leader.host.store
     hashes = chain("a", 4)
     for name in ("first", "second"):
         rig.now_s += 1

@@ -63,7 +63,7 @@ def test_a_block_is_registered_only_when_every_rank_has_proven_it(two_ranks):
 
 
 def test_blocks_whose_handle_was_dropped_are_reported_in_the_log(rig, caplog):
-    pinned = rig.leader._host.store.pin(rig.fill("a", 2))
+    pinned = rig.leader.host.store.pin(rig.fill("a", 2))
     rig.step()
     assert "leaked" not in caplog.text
     del pinned

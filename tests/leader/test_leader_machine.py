@@ -57,7 +57,7 @@ class LeaderMachine(RuleBasedStateMachine):
             onboard_parts=2,
         )
         if table is not None:
-            self.rig.leader._host.store.policy.order.use_table(table)
+            self.rig.leader.host.store.policy.order.use_table(table)
         self.live: dict[str, Live] = {}
         self.names = iter(range(10**6))
 

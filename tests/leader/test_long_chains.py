@@ -64,7 +64,7 @@ def test_a_long_match_is_made_in_slices_and_repeated_without_another_lookup(rig,
     hashes = fill(rig, "a", LENGTH)
     assert match(rig, "r", hashes) == (LENGTH, 4)
     calls = []
-    monkeypatch.setattr(rig.leader._host.store, "pin_prefix", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(rig.leader.host.store, "pin_prefix", lambda *arguments: calls.append(arguments))
     assert rig.leader.match("r", hashes, 0) == LENGTH
     assert not calls
 
@@ -131,7 +131,7 @@ def test_blocks_that_are_forgotten_do_not_hold_up_a_long_match(rig):
     others, answers = fill(rig, "b", 6), []
     for other in others:
         answers.append(rig.leader.match("r", hashes, 0))
-        rig.leader._host.store.forget([other])
+        rig.leader.host.store.forget([other])
         rig.step()
     assert answers[-1] == LENGTH
 
@@ -283,7 +283,7 @@ def test_a_long_chain_in_both_tiers_is_loaded_byte_for_byte():
     rig = Rig(slots=8, blocks=64, slice_blocks=SLICE, fake_disk=64, **policy)
     hashes = fill(rig, "a", LENGTH)
     fill(rig, "b", 6)
-    in_host = rig.leader._host.store.match(hashes)
+    in_host = rig.leader.host.store.match(hashes)
     assert in_host < LENGTH, "host memory has no room for all"
     blocks = load(rig, "r", hashes)
     assert len(blocks) == LENGTH
@@ -333,7 +333,7 @@ def test_the_end_of_a_long_request_makes_its_whole_chain_recent(rig):
     rig.leader.finish("r", hashes)
     for _ in range(4):
         rig.step()
-    store = rig.leader._host.store
+    store = rig.leader.host.store
     assert list(store.oldest(16)) == [*chain("b", 6)[::-1], *hashes[::-1]]
 
 

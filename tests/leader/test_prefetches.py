@@ -40,7 +40,7 @@ def only_on_disk(rig, name="a", length=4):
     for other in ("x", "y"):
         rig.fill(other, 4)
         settled(rig)
-    assert len(rig.leader._host.store.missing(hashes)) == length
+    assert len(rig.leader.host.store.missing(hashes)) == length
     return hashes
 
 
@@ -90,14 +90,14 @@ def test_each_block_is_queued_once_and_no_more_than_host_memory_holds(rig):
     assert sorted(name for order in rig.disk.waiting for name in order.hashes) == sorted(hashes)
     reads = rig.leader._prefetches
     reads.want(rig.disk_tier, chain("many", 30), b"")
-    assert len(reads._queued) == rig.leader._host.capacity_blocks == 8
+    assert len(reads._queued) == rig.leader.host.capacity_blocks == 8
 
 
 def test_a_block_that_is_being_read_is_not_read_again():
     rig = make(slots=32)
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.store.forget(hashes)
+    rig.leader.host.store.forget(hashes)
     for request in range(5):
         looked_up(rig, hashes, f"r{request}")
         rig.order()
@@ -141,7 +141,7 @@ def test_blocks_have_the_tenant_of_the_request_that_looked_for_them(rig):
     rig.leader.match("r@alice", hashes, 0)
     settled(rig)
     tier = rig.disk_tier
-    slots = rig.leader._host.store.pin(hashes)
+    slots = rig.leader.host.store.pin(hashes)
     assert set(tier._host.labels.tenants_of(slots.slots)) == {b"alice"}
     slots.release()
 

@@ -360,7 +360,7 @@ def test_a_run_that_comes_after_one_before_it_has_failed_is_kept_in_host_memory(
     assert rig.store.run("fail")
     assert [result.failed_block_ids == result.block_ids for result in rig.settle()] == [True]
     rig.step()
-    assert [rig.leader._host.store.contains(name) for name in hashes] == [False, False, True, True]
+    assert [rig.leader.host.store.contains(name) for name in hashes] == [False, False, True, True]
     assert rig.leader.blocks()[Tier.HOST]["pinned"] == 0
     rig.close()
 
@@ -522,7 +522,7 @@ def test_a_read_that_a_reset_overtook_is_dropped():
     rig.leader.reset()
     results = [result for _ in range(4) for result in rig.step()]
     assert all(result.failed_block_ids == result.block_ids for result in results)
-    assert not any(rig.leader._host.store.contains(name) for name in hashes)
+    assert not any(rig.leader.host.store.contains(name) for name in hashes)
     rig.close()
 
 

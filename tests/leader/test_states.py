@@ -166,7 +166,7 @@ def test_a_snapshot_is_offloaded_whole_or_not_at_all():
 def test_only_the_lost_part_of_a_snapshot_is_copied_again(rig, served):
     served(("a", 2))
     names = chains(("a", 2))
-    rig.leader._host.store.forget([names[2][1]])
+    rig.leader.host.store.forget([names[2][1]])
     assert found(rig, ("a", 2)) == (0, 32)
     served.snapshot("r", names, 2)  # as after a hit in G1
     assert [len(order.block_ids) for order in rig.order().offloads] == [1]
@@ -232,7 +232,7 @@ def test_a_model_of_states_only_is_served():
 
 def evicted(rig, count):
     """The names that eviction takes next."""
-    return list(rig.leader._host.store.oldest(count))
+    return list(rig.leader.host.store.oldest(count))
 
 
 def test_eviction_takes_what_serves_no_hit_first_and_then_shortens_the_chain_snapshot_by_snapshot(rig, served):
@@ -320,7 +320,7 @@ def test_host_memory_and_disk_together_serve_a_hit():
     served, names = Served(rig), chains(("a", 4))
     served(("a", 4))
     rig.step()
-    rig.leader._host.store.forget(names[0])
+    rig.leader.host.store.forget(names[0])
     for states in names[1:]:
         rig.disk_tier.store.forget([states[3]])
     assert served(("a", 4)) == 64
@@ -334,7 +334,7 @@ def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_d
     served, names = Served(rig), chains(("a", 4))
     served(("a", 4))
     rig.step()
-    rig.leader._host.store.reset()
+    rig.leader.host.store.reset()
     assert not rig.leader.needs_settle()
     matched = rig.leader.match_groups("r", names, 0, 64)
     wanted = [*names[0], *(states[3] for states in names[1:])]

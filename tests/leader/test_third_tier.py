@@ -91,7 +91,7 @@ def evicted(rig, name="a", length=4):
     """A chain that has left host memory."""
     hashes = rig.fill(name, length)
     rig.settle_store()
-    rig.leader._host.store.forget(hashes)
+    rig.leader.host.store.forget(hashes)
     (tier,) = rig.leader.lower_tiers
     assert tier.match(hashes, 0, length) == length
     return hashes
@@ -141,7 +141,7 @@ def test_a_block_that_a_lower_tier_has_damaged_is_no_hit(kind):
     (result,) = settled(rig)
     assert result.failed_block_ids in (tuple(blocks), tuple(blocks[2:]))
     assert all(map(rig.g1.holds, blocks[: 4 - len(result.failed_block_ids)], hashes))
-    assert not rig.leader._host.store.contains(hashes[2])
+    assert not rig.leader.host.store.contains(hashes[2])
     rig.close()
 
 
@@ -153,7 +153,7 @@ def test_a_request_that_ends_during_a_read_leaves_no_slot_reserved(kind):
     rig.finish("r", hashes, blocks)
     assert settled(rig) == []
     assert rig.leader.blocks()[Tier.HOST]["moving"] == rig.leader.blocks()[Tier.HOST]["pinned"] == 0
-    assert rig.leader._host.arriving_blocks == 0
+    assert rig.leader.host.arriving_blocks == 0
     rig.close()
 
 
@@ -161,7 +161,7 @@ def test_a_request_that_ends_during_a_read_leaves_no_slot_reserved(kind):
 def test_a_read_waits_while_host_memory_has_no_room(kind):
     rig = make(kind)
     hashes = evicted(rig)
-    taken = rig.leader._host.reserve(4)
+    taken = rig.leader.host.reserve(4)
     (tier,) = rig.leader.lower_tiers
     extents = tier.extents_of(hashes, 0, 1) if kind == "shared" else ()
     assert tier.fetch(hashes[:1], b"", *extents) is None
@@ -202,7 +202,7 @@ def test_a_chain_lies_in_three_tiers_below_host_memory():
     rig.settle_store()
     del third.kept[hashes[0]]
     store.presence.erase(hashes[5])
-    rig.leader._host.store.reset()
+    rig.leader.host.store.reset()
     spans = [tier.match(hashes, 0, 6) for tier in (disk, store, third)]
     assert max(spans) < 6, "no tier has all of it"
     load(rig, hashes)

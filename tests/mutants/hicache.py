@@ -12,7 +12,7 @@ MUTANTS = (
         name="sglang-bad-page-is-lent",
         bug="After a read of which one page was damaged, all its pages are lent.",
         file="kvbm/leader/storage_leader.py",
-        old="good = self._host.store.match([hashes[index] for index in positions])",
+        old="good = self.host.store.match([hashes[index] for index in positions])",
         new="good = len(positions)",
         fails=f"{STORAGE} -k flipped",
     ),

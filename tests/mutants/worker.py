@@ -55,11 +55,11 @@ MUTANTS = (
         bug="an onboard does not check its slots again after the copy",
         file="kvbm/device/worker.py",
         old="""\
-        self._copier.onboard(slots, np.array(order.block_ids[part]), fence)
+        self.copier.onboard(slots, np.array(order.block_ids[part]), fence)
         self._require_source(order, slots, generations)
 """,
         new="""\
-        self._copier.onboard(slots, np.array(order.block_ids[part]), fence)
+        self.copier.onboard(slots, np.array(order.block_ids[part]), fence)
 """,
         fails="tests/leader",
     ),

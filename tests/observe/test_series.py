@@ -63,13 +63,13 @@ def test_bytes_are_counted_by_the_two_tiers_of_a_transfer(rig):
         "host to object": 4,
         "object to host": 0,
     }
-    rig.leader._host.store.forget(hashes)  # host memory only
+    rig.leader.host.store.forget(hashes)  # host memory only
     rig.load("r", hashes)
     for _ in range(4):
         rig.step()
     found = moved(samples(rig.leader))
     assert (found["disk to host"], found["host to device"], found["object to host"]) == (4, 4, 0)
-    rig.leader._host.store.forget(hashes)
+    rig.leader.host.store.forget(hashes)
     rig.disk_tier.store.forget(hashes)
     rig.load("s", hashes)
     for _ in range(4):
@@ -134,7 +134,7 @@ def test_an_eviction_has_a_reason(rig):
 def test_a_failed_read_from_disk_has_a_reason(rig, fault, reason):
     hashes = rig.fill("a", 1)
     rig.settle_store()
-    rig.leader._host.store.forget(hashes)
+    rig.leader.host.store.forget(hashes)
     rig.load("r", hashes)
     rig.order()
     assert rig.disk.run("read", fault)

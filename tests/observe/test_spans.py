@@ -66,7 +66,7 @@ def test_sums_over_spans_are_the_counters(traced):
     first, second = rig.fill("a", 4), rig.fill("b", 3)
     rig.step()
     traced.request("host", first)
-    rig.leader._host.store.forget(second)
+    rig.leader.host.store.forget(second)
     traced.request("disk", second)
     counters, spans = rig.leader.counters, traced.spans()
     loads, copies = spans["kvbm.load"], spans["kvbm.copy"]
@@ -84,7 +84,7 @@ def test_spans_of_a_request_hang_together_and_lie_inside_one_another(traced):
     hashes = traced.rig.fill("a", 4)
     traced.recorder.headers_of = {"r": {"traceparent": TRACEPARENT}}.get
     traced.rig.step()
-    traced.rig.leader._host.store.forget(hashes)
+    traced.rig.leader.host.store.forget(hashes)
     traced.request("r", hashes)
     spans = traced.spans()
     (root,) = [span for span in spans["kvbm.request"] if span.attributes["kvbm.request_id"] == "r"]

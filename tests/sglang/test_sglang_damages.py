@@ -151,7 +151,7 @@ def are_stored_again(backend, pool, right, counted, chosen):
     wait_until(lambda: all(write(backend, pool, NEW)), 60.0)  # the disk may be off until its index is repaired
     leader = leader_of(backend)
     wait_until(lambda: all(leader.lower_tiers[0].contains(bytes.fromhex(key)) for key in NEW), 60.0)
-    leader._host.store.reset()
+    leader.host.store.reset()
     return any(read(backend, pool, NEW, right, counted, chosen) == len(NEW) for _ in range(10))
 
 

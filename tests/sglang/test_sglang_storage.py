@@ -210,7 +210,7 @@ def test_a_stopped_disk_process_costs_one_deadline_and_writes_no_page_later(disk
     with opened(pool, {"disk": disk}) as backend:
         backend.batch_set_v1(keys, pool.indices(0, 1, 2))
         on_disk(backend, 3)
-        leader_of(backend)._host.store.reset()  # what is left is on disk
+        leader_of(backend).host.store.reset()  # what is left is on disk
         pid = disk_process(backend)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -255,7 +255,7 @@ def test_a_disk_process_that_is_stopped_while_the_storage_is_attached_is_used_wh
         wait_until(lambda: leader_of(backend).is_on)
         assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [True] * 3
         on_disk(backend, 3)
-        leader_of(backend)._host.store.reset()
+        leader_of(backend).host.store.reset()
         assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
         assert_pages(pool, [10, 11, 12], expected)
         assert leader_of(backend).counters.faults == 0

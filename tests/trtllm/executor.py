@@ -527,7 +527,7 @@ class Engine:
 
     @property
     def counters(self) -> Any:
-        return self.leader._side.leader.counters
+        return self.leader.side.leader.counters
 
     def wait_for_saves(self) -> None:
         """Let the copies in flight end, as idle iterations of the engine do."""
@@ -535,7 +535,7 @@ class Engine:
         def poll(rank: int) -> None:
             for _ in range(2000):
                 self.ranks[rank].manager.get_finished()
-                busy = [worker.is_busy() for worker in self.workers[rank]._side._workers]
+                busy = [worker.is_busy() for worker in self.workers[rank].side._workers]
                 if not any(map(any, self.collectives.allgather(busy))):
                     break
                 time.sleep(0.0005)

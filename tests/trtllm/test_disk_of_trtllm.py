@@ -35,7 +35,7 @@ def config(directory: Path, **disk: object) -> dict[str, object]:
 
 
 def leader_of(engine: Engine):
-    return engine.leader._side.leader.leader
+    return engine.leader.side.leader.leader
 
 
 def idle(engine: Engine, is_done, *, limit_s: float = 20.0) -> None:
@@ -44,7 +44,7 @@ def idle(engine: Engine, is_done, *, limit_s: float = 20.0) -> None:
     while not is_done():
         assert time.monotonic() < deadline, leader_of(engine).blocks()
         engine.leader.build_connector_meta(output())
-        engine.leader._side.settle()
+        engine.leader.side.settle()
         time.sleep(0.001)
 
 
@@ -182,7 +182,7 @@ def test_random_traffic_with_a_disk_gets_the_right_tokens(tmp_path, version, see
                 asks(engine, prefix, 1000 + 10 * wave + number)
             settled(engine)
         assert engine.counters.disk.fetched_blocks > 0
-        assert not engine.leader._side.boundary.is_off
+        assert not engine.leader.side.boundary.is_off
 
 
 # -- the next start ----------------------------------------------------------------------------------------------------
@@ -259,18 +259,18 @@ def test_blocks_read_for_an_unknown_tenant_are_not_written_again_before_a_reques
         settled(engine)
     with Engine(MAIN, model=model, config=roomy(tmp_path / "cache")) as engine:
         tier = tier_of(leader_of(engine), Tier.DISK)
-        hashes = leader_of(engine)._host.store.oldest(100)
+        hashes = leader_of(engine).host.store.oldest(100)
         assert tier._unowned == set(hashes)
         tier.store.forget(hashes)
         tier._enqueue(hashes)
         assert not tier._queue
         request = Request(Script(2, PROMPTS[0], salt="a"))
         assert engine.leader.get_num_new_matched_tokens(request, 0)[0] == 24
-        chain = engine.leader._side._requests[2].hashes[:6]
+        chain = engine.leader.side._requests[2].hashes[:6]
         assert not tier._unowned & set(chain)
         tier._enqueue(chain)
         slots = leader_of(engine)._requests["2"].promised.slots
-        tenants = set(leader_of(engine)._host.labels.tenants_of(slots))
+        tenants = set(leader_of(engine).host.labels.tenants_of(slots))
         assert tenants == {leader_of(engine)._tenant_of("2")} != {b""}
 
 

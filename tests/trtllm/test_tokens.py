@@ -57,7 +57,7 @@ def test_conversations_get_the_tokens_of_an_engine_without_a_cache(version, rank
         assert_right([(script, done[script.request_id]) for script in again], ranks)
         assert engine.external_tokens >= 3 * BLOCK * ranks
         assert engine.counters.onboard_blocks > 0
-        assert not engine.leader._side.boundary.is_off
+        assert not engine.leader.side.boundary.is_off
         assert engine.counters.faults == 0
 
 
@@ -91,10 +91,10 @@ class Flaky:
 
 
 def make_flaky(engine):
-    workers = [worker for side in engine.workers for worker in side._side._workers]
+    workers = [worker for side in engine.workers for worker in side.side._workers]
     for worker in workers:
-        worker._copier = Flaky(worker._copier)
-    return [worker._copier for worker in workers]
+        worker.copier = Flaky(worker.copier)
+    return [worker.copier for worker in workers]
 
 
 @pytest.mark.sampled(5)
@@ -126,7 +126,7 @@ def test_results_that_are_lost_cost_hits_and_no_token(version, ranks, overlaps, 
             if len(lost) % 2:
                 run(worker, order, part, uncopied, fence)
             else:
-                worker._copier.offload(order.block_ids[part], order.slots[part], fence)
+                worker.copier.offload(order.block_ids[part], order.slots[part], fence)
 
         monkeypatch.setattr(RealWorker, "_run_offload", lose_every_second)
         results = conversations(engine, users=4)
@@ -160,15 +160,15 @@ def test_aborted_requests_leave_their_blocks_to_the_copies(version, ranks, overl
         assert_right([(one, done[one.request_id]) for one in scripts if one.request_id in done], ranks)
         assert engine.ranks[0].aborted
         assert engine.external_tokens
-        held = engine.leader._side._held
+        held = engine.leader.side._held
         engine.wait_for_saves()
         assert not +held
 
 
 def slow(engine, seconds):
     for side in engine.workers:
-        for worker in side._side._workers:
-            worker._copier = Slow(worker._copier, seconds)
+        for worker in side.side._workers:
+            worker.copier = Slow(worker.copier, seconds)
 
 
 class Slow:
@@ -207,7 +207,7 @@ def test_paused_requests_compute_again_in_other_blocks(ranks, overlaps):
 def test_a_policy_that_pauses_requests_disables_the_cache_unless_pauses_are_reported(version):
     policy = SimpleNamespace(capacity_scheduler_policy="CapacitySchedulerPolicy.MAX_UTILIZATION")
     with Engine(version, scheduler_config=policy) as engine:
-        assert (engine.leader._side is not None) == version.has_reset
+        assert (engine.leader.side is not None) == version.has_reset
         assert_right(conversations(engine, turns=1), 1)
 
 
@@ -233,7 +233,7 @@ def test_random_traffic_gets_the_tokens_of_an_engine_without_a_cache(version, ra
             assert_right([(one, done[one.request_id]) for one in scripts if one.request_id in done], ranks)
             if draw.random() < 0.6:
                 engine.forget_device()
-        assert not engine.leader._side.boundary.is_off
+        assert not engine.leader.side.boundary.is_off
         assert engine.counters.offload_blocks > 0
 
 

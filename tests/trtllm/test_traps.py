@@ -115,7 +115,7 @@ def test_trap_3_an_answer_is_never_zero_and_asynchronous_and_no_exception_gets_o
     def bug(*args, **more):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(type(engine.leader._side.leader.leader), "match", bug)
+    monkeypatch.setattr(type(engine.leader.side.leader.leader), "match", bug)
     assert asks(engine, Script(4, PROMPT)) == (0, False)
     assert engine.counters.faults == 1
     assert asks(engine, Script(5, PROMPT)) == (0, False)
@@ -140,7 +140,7 @@ def test_after_an_exception_in_the_leader_requests_get_their_tokens_without_the_
         engine.run([Script(1 + index, prompt) for index, prompt in enumerate(prompts)])
         engine.wait_for_saves()
         engine.forget_device()
-        leader, calls = engine.leader._side.leader.leader, []
+        leader, calls = engine.leader.side.leader.leader, []
         real = getattr(leader, method)
 
         def fails_later(*args, **more):
@@ -199,7 +199,7 @@ def test_trap_6_a_request_may_end_without_having_been_scheduled(open_engine, ver
     assert asks(engine, Script(2, PROMPT)) == (16, True)
     assert engine.leader.request_finished(request, []) is False
     assert engine.leader.request_finished(Request(Script(77, PROMPT)), []) is False
-    assert engine.leader._side.leader.blocks()["G2"]["pinned"] == 0
+    assert engine.leader.side.leader.blocks()["G2"]["pinned"] == 0
 
 
 @every_version
@@ -378,7 +378,7 @@ def test_trap_10_dummy_requests_and_missing_metadata_are_tolerated(open_engine, 
     worker.bind_connector_meta(None)
     worker.start_load_kv(None)
     assert worker.get_finished([], []) == ([], [])
-    assert worker._side.boundary.faults == engine.leader._side.boundary.faults == 0
+    assert worker.side.boundary.faults == engine.leader.side.boundary.faults == 0
 
 
 @every_version
@@ -472,7 +472,7 @@ def test_a_match_takes_microseconds(open_engine, version):
     import time
 
     engine = open_engine(version)
-    side = engine.leader._side
+    side = engine.leader.side
     side._size = 32
     request = Request(Script(5, tuple(range(8192))))
     best = min(_timed(side, request, number, time.perf_counter) for number in range(20, 40))
@@ -509,7 +509,7 @@ def test_an_engine_that_is_not_supported_serves_without_the_cache(more, reason, 
     with Engine(V1_2, **more) as engine:
         wait_for_log(caplog, reason)
         assert engine.run([Script(1, PROMPT, 3)])[1] == expected(Script(1, PROMPT, 3), 1)
-        assert engine.leader._side is None
+        assert engine.leader.side is None
 
 
 @every_version
@@ -518,7 +518,7 @@ def test_an_engine_with_attention_data_parallelism_serves_without_the_cache(vers
     with Engine(version, enable_attention_dp=True) as engine:
         wait_for_log(caplog, "attention data parallelism")
         assert engine.run([Script(1, PROMPT, 3)])[1] == expected(Script(1, PROMPT, 3), 1)
-        assert engine.leader._side is None
+        assert engine.leader.side is None
 
 
 def test_a_connector_that_does_not_declare_attention_data_parallelism_is_refused():
@@ -556,7 +556,7 @@ def test_a_version_that_takes_blocks_away_silently_disables_the_cache(caplog):
     with Engine(MAIN_WITHOUT_RESETS) as engine:
         wait_for_log(caplog, "takes blocks away from running requests")
         assert engine.run([Script(1, PROMPT, 3)])[1] == expected(Script(1, PROMPT, 3), 1)
-        assert engine.workers[0]._side is None
+        assert engine.workers[0].side is None
         assert engine.leader.get_num_new_matched_tokens(Request(Script(2, PROMPT, 3)), 0) == (0, False)
 
 
@@ -600,5 +600,5 @@ def test_without_a_resolved_profile_the_variables_of_nvidia_count(monkeypatch):
         monkeypatch.delenv("TLLM_KVBM_CONFIG")
         monkeypatch.setenv("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "77")
         worker = engine.connector.DynamoKVBMConnectorWorker(engine.leader._llm_args)
-        assert worker._side._config.tiers.host.blocks == 77
+        assert worker.side._config.tiers.host.blocks == 77
         monkeypatch.setenv("TLLM_KVBM_CONFIG", "{}")

@@ -249,7 +249,7 @@ class SteppedEngine:
         leader = self._core.scheduler.connector._scheduler.blocks.leader.leader
         device = self._core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
         found = {"gpu": [get_block_hash(key) for key in device]}
-        for name, tier in (("host", leader._host), ("disk", tier_of(leader, Tier.DISK))):
+        for name, tier in (("host", leader.host), ("disk", tier_of(leader, Tier.DISK))):
             found[name] = [one for some in tier.store._index._dicts for one in some]
         return {tier: set(map(maybe_convert_block_hash, names)) for tier, names in found.items()}
 

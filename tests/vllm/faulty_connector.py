@@ -64,7 +64,7 @@ def _raise(*arguments, **keywords):
 class FaultyWorkerSide(WorkerSide):
     def create_worker(self, *arguments) -> Worker:
         worker = super().create_worker(*arguments)
-        worker._copier = ObedientCopier(worker._copier, Path(os.environ[FAULTS_FILE]))
+        worker.copier = ObedientCopier(worker.copier, Path(os.environ[FAULTS_FILE]))
         return worker
 
 

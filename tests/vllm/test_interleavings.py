@@ -121,7 +121,7 @@ class World:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         self.caller = ActiveKVConnector(self.configuration, {"layer.0": self.kv})  # registers them, as in both runners
         worker = self.worker._worker._worker
-        worker._copier = DeviceQueue(self, worker._copier)
+        worker.copier = DeviceQueue(self, worker.copier)
         self.worker.get_transfer_results = partial(self.copied, self.worker.get_transfer_results)
         self.scheduler.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.side = self.scheduler.connector._scheduler  # the listener that vLLM's EngineCore would call

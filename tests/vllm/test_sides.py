@@ -1002,7 +1002,7 @@ def test_without_kv_events_nothing_is_described():
 def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, monkeypatch):
     monkeypatch.setattr("kvbm.engines.vllm.engine_blocks.RESET_PATIENCE_S", 0.05)
     hung = threading.Event()
-    copier = fake_engine.worker._worker._copier
+    copier = fake_engine.worker._worker.copier
     monkeypatch.setattr(copier, "offload", lambda *_: hung.wait())
     fake_engine.step()
     fake_engine.end_request()

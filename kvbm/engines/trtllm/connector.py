@@ -49,58 +49,58 @@ REPORTS_RESETS = hasattr(_LeaderBase, "request_reset")
 
 
 class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_llm is not there for the type checker
-    """Scheduler part of the connector, on rank 0. Has no `_side` if kvbm is disabled."""
+    """Scheduler part of the connector, on rank 0. Has no `side` if kvbm is disabled."""
 
     supports_attention_dp = True  # otherwise such an engine does not start, instead of running without the cache
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         config, facts = _start(llm_args, warns=True)
-        self._side: LeaderSide | None = None
+        self.side: LeaderSide | None = None
         if facts is not None:
-            self._side = LeaderSide(config, llm_args, facts, has_salts=_has_salts())
-            meeting.attend(self._side)
-            weakref.finalize(self, self._side.close)  # at the exit of the process: no version calls `shutdown`
+            self.side = LeaderSide(config, llm_args, facts, has_salts=_has_salts())
+            meeting.attend(self.side)
+            weakref.finalize(self, self.side.close)  # at the exit of the process: no version calls `shutdown`
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self._side.match(request, num_computed_tokens) if self._side is not None else 0
+        tokens = self.side.match(request, num_computed_tokens) if self.side is not None else 0
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        if self._side is not None:
-            self._side.allocated(request, block_ids)
+        if self.side is not None:
+            self.side.allocated(request, block_ids)
 
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: Any) -> None:
-        if self._side is not None:
-            self._side.allocated(request, block_ids_by_layer_group)
+        if self.side is not None:
+            self.side.allocated(request, block_ids_by_layer_group)
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferOrders:
-        return self._side.build_orders(scheduler_output) if self._side is not None else NOTHING
+        return self.side.build_orders(scheduler_output) if self.side is not None else NOTHING
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        return self._side is not None and self._side.end_request(request, cache_block_ids)
+        return self.side is not None and self.side.end_request(request, cache_block_ids)
 
     def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: Any) -> bool:
-        return self._side is not None and self._side.end_request(request, cache_block_ids_by_layer_group)
+        return self.side is not None and self.side.end_request(request, cache_block_ids_by_layer_group)
 
     def cancel_load(self, request: Any, start_token: int, end_token: int) -> None:
-        if self._side is not None:
-            self._side.cancel_load(request, start_token)
+        if self.side is not None:
+            self.side.cancel_load(request, start_token)
 
     def request_reset(self, request: Any) -> None:
-        if self._side is not None:
-            self._side.restart(request)
+        if self.side is not None:
+            self.side.restart(request)
 
     def wait_for_initialization(self) -> None:
         """Do nothing: the leader is created while the workers register their KV caches."""
 
     def shutdown(self) -> None:
-        if self._side is not None:
-            self._side.close()
+        if self.side is not None:
+            self.side.close()
 
 
 class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
-    """Worker part of the connector, on every rank. Has no `_side` if kvbm is disabled."""
+    """Worker part of the connector, on every rank. Has no `side` if kvbm is disabled."""
 
     supports_attention_dp = True
 
@@ -109,27 +109,27 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
         self.boundary = Boundary()
         config, self._facts = _start(llm_args, warns=False)
         self._min_priority = config.offload.min_priority
-        self._side: RankSide | None = None
+        self.side: RankSide | None = None
         if self._facts is not None:
             is_old = INTERFACE is not None and INTERFACE.__name__ == OLD_PATH
-            self._side = RankSide(config, rank_count=self._facts.rank_count, saves_one_by_one=is_old)
+            self.side = RankSide(config, rank_count=self._facts.rank_count, saves_one_by_one=is_old)
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        if self._side is not None:
-            self._side.register(of_tensor(kv_cache_tensor))
+        if self.side is not None:
+            self.side.register(of_tensor(kv_cache_tensor))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        if self._side is None or self._facts is None:
+        if self.side is None or self._facts is None:
             return
         reason = declined_window(layout, self._facts.max_tokens)
         if not REPORTS_RESETS:  # the manager that has layouts pauses requests under every capacity policy
             reason = "this version takes blocks away from running requests and does not report it"
         if reason is not None:
             log.warning("kvbm is disabled for this engine: %s", reason)
-            self._side = None
+            self.side = None
             return
-        self._side.register(of_layout(layout))
-        if self._min_priority and self._side.is_leading:
+        self.side.register(of_layout(layout))
+        if self._min_priority and self.side.is_leading:
             log.warning(
                 "kvbm: `offload.min_priority: %d` has no effect: KVCacheManagerV2 has no retention priorities; set "
                 "`kv_cache_config.use_kv_cache_manager_v2` to false to have them",
@@ -141,12 +141,12 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
 
     def bind_connector_meta(self, metadata: Any) -> None:
         self._metadata = metadata  # where the interface's `get_connector_meta` reads it
-        if self._side is not None and isinstance(metadata, TransferOrders):
-            self._side.bind(metadata)
+        if self.side is not None and isinstance(metadata, TransferOrders):
+            self.side.bind(metadata)
 
     def start_load_kv(self, stream: Any) -> None:
-        if self._side is not None:
-            self._side.start()
+        if self.side is not None:
+            self.side.start()
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Do nothing: a request is scheduled only after its load has ended."""
@@ -155,26 +155,26 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
         """Do nothing: blocks are copied whole, after the forward pass."""
 
     def wait_for_save(self, stream: Any) -> None:
-        if self._side is not None:
-            self._side.finish()
+        if self.side is not None:
+            self.side.finish()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        if self._side is None:
+        if self.side is None:
             return [], []
-        ended = self._side.ended(finished_gen_req_ids, started_loading_req_ids)
+        ended = self.side.ended(finished_gen_req_ids, started_loading_req_ids)
         self._settle()
         return ended
 
     @contained()
     def _settle(self) -> None:
-        if self._side is not None and self._side.is_leading and meeting.leader_of_this_process is not None:
+        if self.side is not None and self.side.is_leading and meeting.leader_of_this_process is not None:
             meeting.leader_of_this_process.settle()
 
     def shutdown(self) -> None:
-        if self._side is not None:
-            self._side.close()
+        if self.side is not None:
+            self.side.close()
 
 
 def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts | None]:
