@@ -276,6 +276,6 @@ class DigestOrder(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """The answer: digests of the files, in order. Other messages are in process/child.py."""
+    """The answer: digests of the files, in order. Other messages are in kvbm/child/child.py."""
 
     digests: Sequence[str]

@@ -25,7 +25,7 @@ from kvbm.hashing import namespace
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.storage_leader import StorageLeader
-from kvbm.tiers.disk.settings import Namespace
+from kvbm.tiers.disk.settings import Namespace, Progress
 from kvbm.tiers.disk.tier import DiskTier
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.tiers.shared.tier import SharedTier
@@ -43,7 +43,6 @@ DAY_S = 86_400.0
 WAITS = "the files of the model are being read to identify their content"
 KV_FORMAT = 2  # of blocks; increase it when kvbm stores the same KV in other bytes
 DISPLAY = "model"  # shown to users; it does not count
-Progress = Callable[[int, int], None]  # bytes done, bytes in total
 Identity = tuple[Mapping[str, object], str]
 """Everything that decides the bytes and hashes of a block, except the layouts of the segments, and a doubt: why blocks
 of this engine could be wrong for another one of equal identity, empty if they could not. `model` is shown to users and

@@ -22,7 +22,7 @@ from kvbm.engines.embedded.engine.connector import ConnectorOutput
 from kvbm.engines.embedded.worker_placement import ProcessWorker
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.hashing import HASH_BYTES, extend, namespace, root
-from kvbm.leader.opening import EngineAtStart, Progress, known, open_leader
+from kvbm.leader.opening import EngineAtStart, known, open_leader
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.series import EngineReport, SeriesCollector
 from kvbm.observe.telemetry import Telemetry
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.request import Request
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.leader.leader import Leader
+    from kvbm.tiers.disk.settings import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ whole way.
                                   DiskClient -> channel -> server                     Open, Recover, Clear, KnownRates
                                   DiskClient <- channel <- server                     SpaceTaken, Opened, Cleared
 
-Those of every process are in process/child.py. Every level has `submit(order)`, `poll()`, `recovered()`,
+Those of every process are in kvbm/child/child.py. Every level has `submit(order)`, `poll()`, `recovered()`,
 `forget(disk_slots)`, `clear()` and `close(timeout_s)`. Every submitted order ends as exactly one DiskResult with its
 ticket.
 """

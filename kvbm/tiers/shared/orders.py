@@ -6,7 +6,7 @@ whole way.
                   SharedClient -> channel -> server                       OpenStore, ListingTaken
                   SharedClient <- channel <- server                       StoreOpened
 
-Those of every process are in process/child.py. Every submitted order ends as exactly one result with its ticket. An
+Those of every process are in kvbm/child/child.py. Every submitted order ends as exactly one result with its ticket. An
 object holds an extent: consecutive blocks of one chain, from all ranks. The sequence hash of the last block names it,
 because that hash covers the whole prefix.
 """
