@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,10 +25,9 @@ from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
+    from kvbm.leader.engine_tiers import EngineTiers
     from kvbm.leader.operations import Operations
-    from kvbm.metrics import Counters, Facts
-    from kvbm.tiers.host_tier import HostTier
-    from kvbm.tiers.lower_tier import LowerTier, OwnedTier
+    from kvbm.tiers.lower_tier import OwnedTier
     from kvbm.tiers.slot_labels import SlotLabels
 
 BUDGET_S = 0.002  # of a step
@@ -50,24 +49,6 @@ class Refused(Exception):
     """A message that is not carried out; the text is for its sender."""
 
 
-class Cache(Protocol):
-    """What verbs use of a leader."""
-
-    @property
-    def host(self) -> HostTier: ...
-    @property
-    def lower_tiers(self) -> Sequence[LowerTier]: ...
-    @property
-    def owned_tiers(self) -> Sequence[OwnedTier]: ...
-    @property
-    def counters(self) -> Counters: ...
-    @property
-    def facts(self) -> Facts: ...
-    @property
-    def operations(self) -> Operations | None: ...
-    def forget_host(self, tenant: bytes | None) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Message:
     verb: str
@@ -79,7 +60,7 @@ class CacheControl:
     """See the module's text. `submit` may be called by any thread, the rest by the leader's. `wake_after` lets an idle
     engine take a step after so many seconds; it does nothing if the engine cannot be woken."""
 
-    def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: EngineTiers, clock: Callable[[], float]) -> None:
         self.wake_after: Callable[[float], None] = lambda delay_s: None
         self._cache = cache
         self._clock = clock
@@ -148,7 +129,7 @@ class _Part:
     """One tier whose metadata is here; `lower` is None for host memory. A lower tier may replace its store and its
     labels, so they are read each time."""
 
-    cache: Cache
+    cache: EngineTiers
     lower: OwnedTier | None = None
 
     @property
@@ -176,11 +157,11 @@ class _Part:
         return "" if self.lower is None else self.lower.not_durable()
 
 
-def _parts(cache: Cache) -> list[_Part]:
+def _parts(cache: EngineTiers) -> list[_Part]:
     return [_Part(cache), *(_Part(cache, one) for one in cache.owned_tiers)]
 
 
-def _ls(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+def _ls(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) -> Verb:
     """Count the blocks of each tier by tenant and age."""
     tiers: list[Answer] = []
     for part in _parts(cache):
@@ -235,7 +216,7 @@ def _counted(part: _Part, counted: Counter[tuple[bytes, int]]) -> Answer:
     }
 
 
-def _clear(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+def _clear(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) -> Verb:
     """Forget the blocks of a tier or of all, or those of one tenant, also those in flight. What requests store later
     stays. Blocks of a tenant in host memory are looked for again at the end: reads may have brought some back."""
     wanted = arguments.get("tier")
@@ -273,7 +254,7 @@ def _owned(part: _Part, start: int, tenant: bytes) -> Generator[tuple[bytes, ...
         yield hashes[at : at + PIECE_BLOCKS]
 
 
-def _pin(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+def _pin(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) -> Verb:
     """Bring a chain to host memory, and hold what is there."""
     operations, chain = _operations(cache), _chain(cache, arguments)
     if operations.room <= 0:
@@ -285,7 +266,7 @@ def _pin(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb
     return {**answer, "pin": pinned[0], "pinned": pinned[1]}
 
 
-def _prefetch(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+def _prefetch(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) -> Verb:
     """Let lower tiers read what host memory lacks of a chain. Reads that take longer continue."""
     operations, chain = _operations(cache), _chain(cache, arguments)
     end_s = clock() + DURABLE_S
@@ -298,27 +279,27 @@ def _prefetch(cache: Cache, arguments: Arguments, clock: Callable[[], float]) ->
     return {"blocks": len(chain), "in_host": cache.host.store.match(chain), "is_reading": is_late}
 
 
-def _release(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+def _release(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) -> Verb:
     """Release one pin, or all."""
     yield from ()
     name = bytes.fromhex(arguments["pin"]) if "pin" in arguments else None
     return {"released": _operations(cache).release(name)}
 
 
-def _limit(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+def _limit(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) -> Verb:
     """Set the part of host memory that hints may retain, for a tenant or for each."""
     yield from ()
     tenant = bytes.fromhex(arguments["tenant"]) if "tenant" in arguments else None
     return {"blocks": _operations(cache).hints.limit(float(arguments["percent"]) / 100, tenant)}
 
 
-def _operations(cache: Cache) -> Operations:
+def _operations(cache: EngineTiers) -> Operations:
     if cache.operations is None:
         raise Refused("this engine asks for blocks without their chains")
     return cache.operations
 
 
-def _chain(cache: Cache, arguments: Arguments) -> Sequence[bytes]:
+def _chain(cache: EngineTiers, arguments: Arguments) -> Sequence[bytes]:
     chain = _operations(cache).chain([int(one) for one in arguments["tokens"].split()], arguments.get("salt"))
     if chain is None:
         raise Refused("the blocks of this engine cannot be named by tokens")
@@ -327,7 +308,7 @@ def _chain(cache: Cache, arguments: Arguments) -> Sequence[bytes]:
     return chain
 
 
-VERBS: dict[str, Callable[[Cache, Arguments, Callable[[], float]], Verb]] = {
+VERBS: dict[str, Callable[[EngineTiers, Arguments, Callable[[], float]], Verb]] = {
     "ls": _ls,
     "clear": _clear,
     "pin": _pin,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.policies.table import POLICIES
 from kvbm.errors import EnvironmentProblem
-from kvbm.leader.control import CacheControl
 from kvbm.metrics import Counters, Facts, TierBlocks
 from kvbm.tiers.host_tier import HostListener, HostTier
 from kvbm.tiers.lower_tier import AskedTier, OwnedTier, TierContext
@@ -64,7 +63,6 @@ class EngineTiers:
         self._asked_tiers = tuple(tier for tier in self.lower_tiers if isinstance(tier, AskedTier))
         self.host.listeners = tuple(tier for tier in self.lower_tiers if isinstance(tier, HostListener))
         self.operations: Operations | None = None
-        self.control = CacheControl(self, clock)
 
     def forget_host(self, tenant: bytes | None) -> None:
         """Forget every block in host memory, and what is on its way there from the device; or only what is on its way

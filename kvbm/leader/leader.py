@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.groups import StateGroup, hits_to_keep
 from kvbm.core.policies.chain_use import LONGEST_CHAIN
+from kvbm.leader.control import CacheControl
 from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.hints import Hint, Hints, Invalid, parsed
@@ -68,6 +69,7 @@ class Leader(EngineTiers):
         open_tiers: Sequence[OpenTier] = (),
     ) -> None:
         super().__init__(region, settings, callbacks, open_tiers, reads_always=settings.reads_always)
+        self.control = CacheControl(self, callbacks.clock)
         self._groups = settings.groups
         self._is_one_chain = settings.can_cut_loads
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from kvbm.child import deadlines
+from kvbm.leader.control import CacheControl
 from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.metrics import HIT_TIERS
 from kvbm.types import Tier
@@ -77,6 +78,7 @@ class StorageLeader(EngineTiers):
         self, region: Region, settings: LeaderSettings, callbacks: LeaderCallbacks, open_tiers: Sequence[OpenTier]
     ) -> None:
         super().__init__(region, settings, callbacks, open_tiers, reads_always=True)
+        self.control = CacheControl(self, callbacks.clock)
         self.region = region
         self._arrived: set[Fetch] = set()
         self._numbers = itertools.count(1)
