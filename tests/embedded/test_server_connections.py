@@ -35,18 +35,6 @@ def test_a_client_that_leaves_ends_its_request_although_nothing_is_computed(stre
     serve(engine, use)
 
 
-def test_a_client_that_ends_its_side_in_the_middle_of_a_request_is_closed() -> None:
-    async def use(client: Client) -> None:
-        for part in (request_of()[:-1], request_of()[:20], b""):
-            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-            writer.write(part)
-            writer.write_eof()
-            assert b"200 OK" not in await reader.read()
-            writer.close()
-
-    serve(WrittenEngine(), use)
-
-
 HERE, NOT_HERE = "127.0.0.1", "192.0.2.1"  # the second is of no machine
 
 

@@ -241,8 +241,9 @@ class Instance:
         """Return why the blocks cannot be used, None if they can."""
         if former.namespace != self.namespace.digest.hex():
             return f"blocks of another model (namespace {former.namespace})"
-        if not _is_compatible(former, self.shape):
-            return f"blocks of {former.payload_bytes} bytes, not {self.shape.payload_bytes}"
+        sizes, shape = (former.payload_bytes, former.hash_bytes, former.slot_bytes), self.shape
+        if sizes != (shape.payload_bytes, shape.hash_bytes, shape.slot_bytes):
+            return f"blocks of {former.payload_bytes} bytes, not {shape.payload_bytes}"
         return None
 
     def _write_superblock(self, former: Superblock | None) -> None:
@@ -346,14 +347,6 @@ def _older_of_a_hash(found: Recovered) -> list[int]:
             older.append(newest[sequence_hash])
         newest[sequence_hash] = position
     return older
-
-
-def _is_compatible(former: Superblock, shape: Shape) -> bool:
-    return (former.payload_bytes, former.hash_bytes, former.slot_bytes) == (
-        shape.payload_bytes,
-        shape.hash_bytes,
-        shape.slot_bytes,
-    )
 
 
 def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
