@@ -271,6 +271,11 @@ class Counters:
         owner, _, name = _PATHS[key].rpartition(".")
         setattr(getattr(self, owner) if owner else self, name, value)
 
+    def note_hits(self, blocks: Mapping[Tier, int], asked: int) -> None:
+        """Note how many blocks were loaded from each tier, and how many were looked up."""
+        host, disk, shared = (blocks.get(tier, 0) for tier in HIT_TIERS)
+        self.hit_window.append((host, disk, shared, asked))
+
     def count_match(self, found: int, asked: int) -> None:
         """Count a finished request of which `found` of `asked` blocks were in a tier."""
         self.finished_requests += 1

@@ -39,6 +39,7 @@ from kvbm.leader.request import LiveRequest, LoadResults, OffloadProgress
 from kvbm.metrics import HIT_TIERS
 from kvbm.plan import StepPlan
 from kvbm.tiers.settings import SpanNote
+from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.policies.chain_use import ChainUse
@@ -390,9 +391,8 @@ class Leader(EngineTiers):
             self._end_hint(request, request.hint, chains[0])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
-            disk, shared = (request.lower_hits.get(tier, 0) for tier in LOWER)
-            host = request.hit_blocks - disk - shared
-            self.counters.hit_window.append((host, disk, shared, request.probed_blocks))
+            host_blocks = request.hit_blocks - sum(request.lower_hits.values())
+            self.counters.note_hits({Tier.HOST: host_blocks, **request.lower_hits}, request.probed_blocks)
             self.counters.count_match(request.hit_blocks, request.probed_blocks)
 
     def _end_hint(self, request: LiveRequest, hint: Hint, chain: Sequence[bytes]) -> None:

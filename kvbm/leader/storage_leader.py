@@ -116,7 +116,7 @@ class StorageLeader(EngineTiers):
             store.touch(chain)
         self.counters.durations["match"].observe(self._clock() - began_s)
         self.counters.count_match(count, len(hashes))
-        self.counters.hit_window.append((0, 0, 0, len(hashes)))
+        self.counters.note_hits({}, len(hashes))
         return count
 
     def which(self, hashes: Sequence[bytes]) -> Question[list[bool]]:
@@ -287,8 +287,7 @@ class StorageLeader(EngineTiers):
         counters.matched_tokens += total * self._settings.traits.block_tokens
         counters.onboard_blocks += total
         counters.onboard_bytes += total * self._settings.block_bytes
-        host, disk, shared = (loaded[kind] for kind in HIT_TIERS)
-        counters.hit_window.append((host, disk, shared, 0))
+        counters.note_hits(loaded, 0)
 
     def _reserve(self, count: int) -> Reservation | None:
         """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on."""
