@@ -140,11 +140,11 @@ def measure(rounds: int) -> dict[str, Any]:
         engine.start_decoders()
     found: dict[str, Any] = {}
     for state in ("answers", "stopped"):
-        with stopped(shared._client.pid) if state == "stopped" else nullcontext():
+        with stopped(shared.client.pid) if state == "stopped" else nullcontext():
             found[state] = {what: alternate(engines, rounds, sampler) for what, sampler in SAMPLERS.items()}
             counters = shared._counters
             found[state]["blocks_written"] = counters.shared.offload_blocks
-            found[state]["probes"] = shared._client.counters.probes
+            found[state]["probes"] = shared.client.counters.probes
             print(json.dumps(found[state]), file=sys.stderr)
     return found
 

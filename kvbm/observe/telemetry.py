@@ -98,10 +98,10 @@ class Telemetry:
         self._spans = SpanRecorder(settings.spans_endpoint) if settings.spans_endpoint else None
         self._curve = CapacityCurve() if settings.capacities else None
         self._log: HitRateLog | None = None
-        self._server: MetricsServer | None = None
+        self.server: MetricsServer | None = None
         if settings.serve:
             port = settings.port + engine if settings.port else 0
-            self._server = MetricsServer(settings.host or HOST, port, read_token(settings.control_token_file))
+            self.server = MetricsServer(settings.host or HOST, port, read_token(settings.control_token_file))
 
     @property
     def trace(self) -> Callable[..., None] | None:
@@ -129,20 +129,20 @@ class Telemetry:
             self._alarm = Alarm(wake)
             leader.control.wake_after = self._alarm.after
         self._control = opened(self._control_directory, desk, engine=self._engine)
-        if self._server is not None:
-            self._server.control(desk)
+        if self.server is not None:
+            self.server.control(desk)
         for part in (self._trace, self._spans):
             if part is not None:
                 part.counters = leader.counters
         if self._curve is not None and (host := leader.blocks().get(Tier.HOST)) is not None:
             self._curve.start(sum(host.values()), leader.counters)
-        if self._server is not None:
-            self._server.show(KvbmCollector(leader.counters, leader.blocks, leader.wear))
-            self._server.show(SeriesCollector(lambda: {self._engine: EngineReport.of(leader)}))
+        if self.server is not None:
+            self.server.show(KvbmCollector(leader.counters, leader.blocks, leader.wear))
+            self.server.show(SeriesCollector(lambda: {self._engine: EngineReport.of(leader)}))
         if self._log_interval_s:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 
     def close(self) -> None:
-        for part in (self._control, self._alarm, self._log, self._spans, self._server, self._trace, self._curve):
+        for part in (self._control, self._alarm, self._log, self._spans, self.server, self._trace, self._curve):
             if part is not None:
                 part.close()

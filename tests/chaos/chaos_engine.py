@@ -310,7 +310,7 @@ class _Served:
         leader = self._engine.leader
         found = {name: value for name, value in leader.counters.totals().items() if isinstance(value, int)}
         if (disk := tier_of(leader, Tier.DISK)) is not None:
-            own = disk._disk.counters
+            own = disk.disk.counters
             found |= {name: getattr(own, name) for name in ("damaged_superblocks", "damaged_indexes", "dropped_rows")}
         return found
 
@@ -318,7 +318,7 @@ class _Served:
         leader, worker = self._engine.leader, self._engine.connector[1]._home
         found = {}
         if (disk := tier_of(leader, Tier.DISK)) is not None:
-            found["disk"] = disk._disk.pid
+            found["disk"] = disk.disk.pid
         if hasattr(worker, "_process"):
             found["worker"] = worker._process.pid
         return found
@@ -349,7 +349,7 @@ class _Served:
 
     def _do_channel(self) -> int:
         """The descriptor of the channel to the disk process."""
-        return tier_of(self._engine.leader, Tier.DISK)._disk.process.fileno()
+        return tier_of(self._engine.leader, Tier.DISK).disk.process.fileno()
 
 
 def _slowed(run, tokens_per_s: float):

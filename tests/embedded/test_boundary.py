@@ -351,7 +351,7 @@ def test_a_change_of_the_weights_ends_persistence_after_a_fault_too(monkeypatch,
         assert bool(kvbm.counters.disabled) == is_off
         cache = kvbm.connector[0]._cache
         assert cache.reset(ends_persistence=True) is True
-        assert tier_of(cache.leader, Tier.DISK)._disk._has_ended_persistence
+        assert tier_of(cache.leader, Tier.DISK).disk._has_ended_persistence
 
 
 def test_the_first_fault_is_logged_with_its_traceback_and_more_of_them_are_counted(monkeypatch, caplog):

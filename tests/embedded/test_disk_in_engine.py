@@ -464,7 +464,7 @@ def wait_until(engine, condition, limit_s=30.0):
 
 
 def is_on(engine):
-    return tier_of(engine.leader, Tier.DISK)._disk.is_on
+    return tier_of(engine.leader, Tier.DISK).disk.is_on
 
 
 FAULTS = {
@@ -544,7 +544,7 @@ def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
 
 
 def kill_disk(engine):
-    pid = tier_of(engine.leader, Tier.DISK)._disk.pid
+    pid = tier_of(engine.leader, Tier.DISK).disk.pid
     assert pid > 0, "the disk process has not started"
     with suppress(ProcessLookupError):  # it has ended, and the engine does not know it yet
         os.kill(pid, signal.SIGKILL)
@@ -577,7 +577,7 @@ def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(w
 def test_a_disk_process_killed_while_the_engine_rests_is_back_with_all_its_blocks(written, expected):
     with engine_on(written) as engine:
         pid = kill_disk(engine)
-        eventually(lambda: tier_of(engine.leader, Tier.DISK)._disk._next is not None)
+        eventually(lambda: tier_of(engine.leader, Tier.DISK).disk._next is not None)
         assert not Path(f"/proc/{pid}").exists()
         wait_until(engine, lambda: engine.counters.disk.restarts and not engine.counters.disk.off)
         answer = engine.ask(prompt(1, LENGTH))
@@ -644,7 +644,7 @@ def test_a_reset_between_two_disk_processes_is_durable(written):
 
 @contextmanager
 def stopped_disk(engine):
-    pid = tier_of(engine.leader, Tier.DISK)._disk.pid
+    pid = tier_of(engine.leader, Tier.DISK).disk.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -763,7 +763,7 @@ def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected, 
         engine.ask(prompt(1, LENGTH))
         engine.ask(prompt(2, LENGTH))
         rest(engine)
-        pid = tier_of(engine.leader, Tier.DISK)._disk.pid
+        pid = tier_of(engine.leader, Tier.DISK).disk.pid
         os.kill(pid, signal.SIGSTOP)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < LONGEST_STOP_S

@@ -185,7 +185,7 @@ def test_hits_return_after_the_process_of_the_shared_tier_was_killed(store):
         engines = [first, second]
         load(engines, list(range(30)), "before")
         for engine in engines:
-            os.kill(tier_of(engine.leader, Tier.SHARED)._client.pid, signal.SIGKILL)
+            os.kill(tier_of(engine.leader, Tier.SHARED).client.pid, signal.SIGKILL)
         load(engines, list(range(30)), "while the process is restarted")
         assert_hits_return(engines, "after the restart of the process")
         assert all(engine.counters.shared.restarts == 1 for engine in engines)

@@ -139,6 +139,6 @@ def test_worker_and_disk_process_go_on_although_their_log_is_not_read(tmp_path, 
         engine.forget_g1()
         assert engine.ask(prompt(1, 200)).last.num_external_tokens == LOADABLE
         engine.settle()
-        counters = tier_of(engine.leader, Tier.DISK)._disk.counters
+        counters = tier_of(engine.leader, Tier.DISK).disk.counters
         assert counters.bytes_written > 0
         assert counters.times_off == 0

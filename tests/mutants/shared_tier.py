@@ -28,7 +28,7 @@ MUTANTS = (
         name="shared-process-end-forgets-everything",
         bug="runs are forgotten because the process ended while they were read",
         file=FILE,
-        old="if result.outcome is not Outcome.FAILED or self._client.is_on:",
+        old="if result.outcome is not Outcome.FAILED or self.client.is_on:",
         new="if True:",
         fails=f"{TESTS} -k process_that_ends",
     ),

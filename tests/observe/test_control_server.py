@@ -285,8 +285,8 @@ def url(leader, tmp_path):
     settings = MetricsSection(serve=True, port=0, log_interval_s=0, control_token_file=str(tmp_path / "token"))
     telemetry = Telemetry(settings)
     telemetry.watch(leader.rig.leader, leader.wake)
-    assert telemetry._server is not None
-    yield f"http://127.0.0.1:{telemetry._server.port}"
+    assert telemetry.server is not None
+    yield f"http://127.0.0.1:{telemetry.server.port}"
     telemetry.close()
 
 
@@ -316,8 +316,8 @@ def test_a_wrong_token_is_refused_and_learns_nothing(url, leader, given):
 def test_without_a_token_file_the_port_controls_nothing(leader):
     telemetry = Telemetry(MetricsSection(serve=True, port=0, log_interval_s=0))
     telemetry.watch(leader.rig.leader, leader.wake)
-    assert telemetry._server is not None
-    status, body = posted(f"http://127.0.0.1:{telemetry._server.port}", b'{"verb": "clear"}')
+    assert telemetry.server is not None
+    status, body = posted(f"http://127.0.0.1:{telemetry.server.port}", b'{"verb": "clear"}')
     assert (status, b"forgotten" in body) == (405, False)
     telemetry.close()
     assert leader.rig.leader.match("r", leader.hashes, 0) == 4

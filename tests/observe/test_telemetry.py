@@ -216,7 +216,7 @@ def test_series_are_served_on_a_separate_port_as_prometheus_reads_them():
     telemetry = Telemetry(MetricsSection(serve=True, port=0, log_interval_s=0))
     rig = Rig(trace=telemetry.trace)
     telemetry.watch(rig.leader)
-    port = telemetry._server.port
+    port = telemetry.server.port
     assert scrape(port)["kvbm_offload_blocks_d2h"] == 0
     rig.fill("a", 3)
     found = scrape(port)
@@ -232,7 +232,7 @@ def test_engines_of_one_server_have_ports_that_follow_each_other():
     ports = []
     for engine in (0, 1):
         telemetry = Telemetry(MetricsSection(serve=True, port=base), engine=engine)
-        ports.append(telemetry._server.port)
+        ports.append(telemetry.server.port)
         telemetry.close()
     assert ports == [base, base + 1]
 
@@ -241,7 +241,7 @@ def test_series_have_the_number_of_their_engine_as_label():
     telemetry = Telemetry(MetricsSection(serve=True, port=0, log_interval_s=0), engine=3)
     rig = Rig()
     telemetry.watch(rig.leader)
-    with urllib.request.urlopen(f"http://127.0.0.1:{telemetry._server.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{telemetry.server.port}/metrics", timeout=10) as answer:
         labels = set(re.findall(r'engine="(\d+)"', answer.read().decode()))
     assert labels == {"3"}
     telemetry.close()

@@ -97,7 +97,7 @@ def test_threads_get_the_bytes_of_their_keys_or_nothing(backend):
     chosen, kills = random.Random(0), 0
     while any(thread.is_alive() for thread in threads):
         time.sleep(chosen.uniform(0.05, 0.5))
-        process = backend._thread._leader.lower_tiers[0]._disk.process
+        process = backend._thread._leader.lower_tiers[0].disk.process
         if chosen.random() < 0.3:
             backend.clear()
         elif kills < 3 and process is not None and process.pid:

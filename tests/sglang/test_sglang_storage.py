@@ -185,7 +185,7 @@ def pool_bytes(pool, page):
 
 
 def disk_process(backend):
-    return leader_of(backend).lower_tiers[0]._disk.process.pid
+    return leader_of(backend).lower_tiers[0].disk.process.pid
 
 
 def test_a_killed_disk_process_costs_misses_and_comes_back(disk):

@@ -71,7 +71,7 @@ class DiskTier(OwnedTier, HostListener):
     kind = Tier.DISK
 
     def __init__(self, disk: DiskSupervisor, context: TierContext) -> None:
-        self._disk = disk
+        self.disk = disk
         self._notes_of = context.callbacks.notes_of
         self._settings = context.settings
         self._policy = policy = context.settings.disk
@@ -126,7 +126,7 @@ class DiskTier(OwnedTier, HostListener):
 
     @property
     def is_on(self) -> bool:
-        return self._is_filled and self._disk.is_on and not self.reads.are_hung
+        return self._is_filled and self.disk.is_on and not self.reads.are_hung
 
     def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
         arrival = self.store.arrive(hashes, now_s)
@@ -175,7 +175,7 @@ class DiskTier(OwnedTier, HostListener):
         assert source is not None, "blocks to be fetched are held"
         if tenant is None:
             self._unowned.update(hashes)
-        self._disk.submit(Read(ticket, source.hashes, source.slots, fetch.target.slots))
+        self.disk.submit(Read(ticket, source.hashes, source.slots, fetch.target.slots))
         return fetch
 
     def step(self, *, computes: bool) -> None:
@@ -192,14 +192,14 @@ class DiskTier(OwnedTier, HostListener):
 
     def settle(self) -> list[Fetch]:
         ended = []
-        for result in self._disk.poll():
+        for result in self.disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
             elif (fetch := self.reads.end(result.ticket)) is not None:
                 self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
-        self.reads.check(is_on=self._disk.is_on)
+        self.reads.check(is_on=self.disk.is_on)
         self._follow_process()
         self._copy_counters()
         return ended
@@ -227,7 +227,7 @@ class DiskTier(OwnedTier, HostListener):
         }
 
     def wear(self) -> dict[str, float]:
-        wear = self._disk.process.wear()
+        wear = self.disk.process.wear()
         found = {
             "kvbm_disk_write_amplification": wear.write_amplification,
             "kvbm_disk_drive_writes_per_day": wear.drive_writes_per_day,
@@ -245,12 +245,12 @@ class DiskTier(OwnedTier, HostListener):
             self.reads.void(tenant)
             for write in self._writes.values():
                 write.cleared.add(tenant)
-        self._disk.begin_clear(tenant)
+        self.disk.begin_clear(tenant)
 
     def not_durable(self) -> str:
-        if not self._disk.is_clearing:
+        if not self.disk.is_clearing:
             return ""
-        return self._disk.process.off_because or "the disk has not answered yet"
+        return self.disk.process.off_because or "the disk has not answered yet"
 
     def _drop_all(self) -> None:
         self._counters.disk.reset_blocks += self.store.registered
@@ -264,13 +264,13 @@ class DiskTier(OwnedTier, HostListener):
         self.reads.void()
 
     def clear(self, *, ends_persistence: bool) -> None:
-        self._disk.clear(ends_persistence=ends_persistence)
+        self.disk.clear(ends_persistence=ends_persistence)
 
     def drop_results(self) -> None:
-        self._disk.poll()
+        self.disk.poll()
 
     def abandon(self, timeout_s: float) -> None:
-        self._disk.close(timeout_s)
+        self.disk.close(timeout_s)
 
     def close(self) -> None:
         """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close.
@@ -282,7 +282,7 @@ class DiskTier(OwnedTier, HostListener):
         deadline_s = began_s + self._policy.drain_s
         newest_first = self._host.store.oldest(self._host.store.counts().inactive)[::-1]
         absent = self._absent(newest_first)
-        fitting = newest_first[: self._disk.slot_count]
+        fitting = newest_first[: self.disk.slot_count]
         self.store.touch(fitting)
         self._queue.clear()
         self._queue.update(dict.fromkeys(self._absent(fitting), began_s))
@@ -300,8 +300,8 @@ class DiskTier(OwnedTier, HostListener):
                 logged_s = self._clock()
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", confirmed, due + in_flight)
         is_hung = bool(self._writes or self.reads.are_hung) and self._clock() - moved_s >= DRAIN_HUNG_S
-        self._disk.close(0.0 if is_hung or not self.is_on else deadlines.FINISH_S)
-        for result in self._disk.poll():
+        self.disk.close(0.0 if is_hung or not self.is_on else deadlines.FINISH_S)
+        for result in self.disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
         done = self._counters.disk.offload_blocks - before
@@ -310,10 +310,10 @@ class DiskTier(OwnedTier, HostListener):
 
     def _follow_process(self) -> None:
         """Drop all metadata when the process has ended, and register what the next one found."""
-        if self._disk.losses != self._losses:
+        if self.disk.losses != self._losses:
             assert not self._writes, f"{self._writes.keys()} have not ended, and their process has"
             assert self.reads.are_ended, "reads have not ended, and their process has"
-            self._losses = self._disk.losses
+            self._losses = self.disk.losses
             self._counters.disk.reset_blocks += self.store.registered
             self.store.reset()
             self._is_filled = False
@@ -326,11 +326,11 @@ class DiskTier(OwnedTier, HostListener):
         counts = self.store.counts()
         if counts.free + counts.inactive < self.store.capacity_blocks:
             return
-        if self.store.capacity_blocks != self._disk.slot_count:  # the first process has just started
-            self.store, self.labels = self._empty_store(), SlotLabels(self._disk.slot_count, self._clock)
+        if self.store.capacity_blocks != self.disk.slot_count:  # the first process has just started
+            self.store, self.labels = self._empty_store(), SlotLabels(self.disk.slot_count, self._clock)
         end_s = self._clock() + limit_s
         while not self._is_filled and self._clock() < end_s:
-            found = self._disk.recovered(waits=waits)
+            found = self.disk.recovered(waits=waits)
             if found is None:
                 return
             slots, hashes = found.lists()
@@ -352,12 +352,12 @@ class DiskTier(OwnedTier, HostListener):
             self._rates_due_s = self._clock() + RATES_INTERVAL_S
             if self._kept_rates is None or known.differ(self._kept_rates):
                 self._kept_rates = known
-                self._disk.process.keep_rates(known)
+                self.disk.process.keep_rates(known)
 
     def _empty_store(self) -> BlockStore:
         traits = self._settings.traits
         return BlockStore(
-            self._disk.slot_count,
+            self.disk.slot_count,
             tier=Tier.DISK,
             hash_bytes=traits.hash_bytes,
             events=traits.publishes_events,
@@ -382,17 +382,17 @@ class DiskTier(OwnedTier, HostListener):
         self._counters.disk.dropped_blocks += max(0, len(fresh) - room)
 
     def _copy_counters(self) -> None:
-        known, counters = self._disk.counters, self._counters.disk
+        known, counters = self.disk.counters, self._counters.disk
         counters.checksum_failures = known.checksum_misses
         counters.io_errors = known.io_errors.total()
         counters.flushes = known.flushes
         counters.times_off = known.times_off + self.reads.times_hung
-        counters.restarts = self._disk.restarts
+        counters.restarts = self.disk.restarts
         counters.dropped_rows = known.dropped_rows
         counters.damaged_files = known.damaged_files
         counters.off = int(not self.is_on)
-        counters.unnamed = int(self._disk.is_unnamed)
-        counters.silent = int(self._disk.is_silent or self.reads.are_hung)
+        counters.unnamed = int(self.disk.is_unnamed)
+        counters.silent = int(self.disk.is_silent or self.reads.are_hung)
 
     def _clean(self) -> None:
         """Queue the blocks that would be evicted next, if there are few free slots."""
@@ -429,7 +429,7 @@ class DiskTier(OwnedTier, HostListener):
             tenants = self._host.labels.tenants_of(source.slots)
             self.labels.own_each(target.slots, tenants)
             notes = () if self._notes_of is None else self._notes_of(source.hashes)
-            self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations, notes))
+            self.disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations, notes))
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:
         hashes = write.source.hashes
@@ -464,7 +464,7 @@ class DiskTier(OwnedTier, HostListener):
             self._counters.disk.read_failed_blocks += failed - len(result.damaged)
         if result.damaged and not fetch.is_void:
             self.store.forget([source.hashes[index] for index in result.damaged])
-            self._disk.forget([source.slots[index] for index in result.damaged])
+            self.disk.forget([source.slots[index] for index in result.damaged])
         source.release()
         if arrived := self.reads.arrive(fetch, is_good):
             self._counters.disk.fetched_blocks += arrived

@@ -78,7 +78,7 @@ class SharedTier(AskedTier):
     kind = Tier.SHARED
 
     def __init__(self, client: SharedClient, context: TierContext) -> None:
-        self._client = client
+        self.client = client
         self._host = context.host
         self._policy = policy = context.settings.shared or TierPolicy()
         self._block_bytes = context.settings.block_bytes
@@ -105,11 +105,11 @@ class SharedTier(AskedTier):
     @property
     def extent_blocks(self) -> int:
         """The number of blocks in an extent, 0 until the process has started."""
-        return self._client.extent_blocks
+        return self.client.extent_blocks
 
     @property
     def is_on(self) -> bool:
-        return self._client.is_on and not (self._has_ended or self.reads.are_hung)
+        return self.client.is_on and not (self._has_ended or self.reads.are_hung)
 
     def refresh(self) -> None:
         """Detect the end of reads that hung while the engine was idle."""
@@ -121,12 +121,12 @@ class SharedTier(AskedTier):
     def receive(self) -> None:
         """Receive what has arrived. The engine may not have settled for long. Results of reads and writes wait for
         `settle`."""
-        for result in self._client.poll():
+        for result in self.client.poll():
             if isinstance(result, ProbeResult):
                 self._end_probe(result)
             else:
                 self._results.append(result)
-        if (listing := self._client.take_listing()) is not None and not self._has_ended:
+        if (listing := self.client.take_listing()) is not None and not self._has_ended:
             self.presence.take(listing)
 
     def contains(self, sequence_hash: bytes) -> bool:
@@ -186,7 +186,7 @@ class SharedTier(AskedTier):
             return None
         fetch.extent = extent
         slots = dict(zip(hashes, fetch.target.slots, strict=True))
-        self._client.submit(Get(ticket, extent.hashes, tuple(slots.get(one, NOT_WANTED) for one in extent.hashes)))
+        self.client.submit(Get(ticket, extent.hashes, tuple(slots.get(one, NOT_WANTED) for one in extent.hashes)))
         return fetch
 
     def used(self, hashes: Sequence[bytes], end: int, tenant: bytes) -> None:
@@ -216,7 +216,7 @@ class SharedTier(AskedTier):
                 self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
-        self.reads.check(is_on=self._client.is_on)
+        self.reads.check(is_on=self.client.is_on)
         self._copy_counters()
         return ended
 
@@ -245,10 +245,10 @@ class SharedTier(AskedTier):
         }
 
     def drop_results(self) -> None:
-        self._client.poll()
+        self.client.poll()
 
     def abandon(self, timeout_s: float) -> None:
-        self._client.close(timeout_s)
+        self.client.close(timeout_s)
 
     def close(self) -> None:
         """Write what is due, for at most `drain_s`; then end the process. A store that ends nothing for DRAIN_HUNG_S is
@@ -263,7 +263,7 @@ class SharedTier(AskedTier):
             if left != open_before:
                 open_before, moved_s = left, self._clock()
         is_hung = self._clock() - moved_s >= DRAIN_HUNG_S or not self.is_on
-        self._client.close(0.0 if is_hung else deadlines.FINISH_S)
+        self.client.close(0.0 if is_hung else deadlines.FINISH_S)
 
     def _names(self, hashes: Sequence[bytes], start: int, end: int) -> Iterator[tuple[bytes, int]]:
         """Yield name and end of the whole extents that hold `hashes[start:end]`, in order."""
@@ -285,7 +285,7 @@ class SharedTier(AskedTier):
         if ticket is None:
             ticket = next(self._tickets)
             self._probes[ticket] = names
-            self._client.submit(Probe(ticket, names))
+            self.client.submit(Probe(ticket, names))
         blocks = len(names) * self.extent_blocks
         limit_s = min(WAIT_S, WAIT_SHARE * self._rates.compute_s(blocks))
         asked = self._asked[request_id] = _Asked(ticket, self._clock() + limit_s)
@@ -350,7 +350,7 @@ class SharedTier(AskedTier):
             self._writes[ticket] = _ExtentWrite(due.extent, source, self._clock())
             self._departing.add(due.extent.name)
             generations = self._host.generations_of(source.slots)
-            self._client.submit(
+            self.client.submit(
                 Put(ticket, due.extent.hashes, tuple(source.slots), generations, due.tenant, replaces=due.replaces)
             )
 
@@ -404,7 +404,7 @@ class SharedTier(AskedTier):
             self._counters.shared.absent_blocks += blocks
         else:
             self._counters.shared.read_failed_blocks += blocks
-        if result.outcome is not Outcome.FAILED or self._client.is_on:
+        if result.outcome is not Outcome.FAILED or self.client.is_on:
             self.presence.erase(name)
 
     def _replace_later(self, name: bytes) -> None:
@@ -412,7 +412,7 @@ class SharedTier(AskedTier):
             self._to_replace.add(name)
 
     def _copy_counters(self) -> None:
-        known, counters = self._client.counters, self._counters.shared
+        known, counters = self.client.counters, self._counters.shared
         counters.bad_objects = known.bad_objects
         counters.absent_objects = known.absent_objects
         counters.failed_requests = known.failed_requests
@@ -420,7 +420,7 @@ class SharedTier(AskedTier):
         counters.copies_read = known.copies_read
         counters.probes = known.probes
         counters.times_off = known.times_off + self.reads.times_hung
-        counters.restarts = self._client.restarts
+        counters.restarts = self.client.restarts
         counters.off = int(not self.is_on)
-        counters.unnamed = int(self._client.is_unnamed)
-        counters.silent = int(self._client.is_silent or self.reads.are_hung)
+        counters.unnamed = int(self.client.is_unnamed)
+        counters.silent = int(self.client.is_silent or self.reads.are_hung)
