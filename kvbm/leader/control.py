@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvbm.hashing import tenant as tenant_of
-from kvbm.types import Tier
+from kvbm.tiers.host_tier import HostTier
+from kvbm.tiers.lower_tier import OwnedTier
 
 if TYPE_CHECKING:
-    from kvbm.core.store import BlockStore
     from kvbm.leader.engine_tiers import EngineTiers
     from kvbm.leader.operations import Operations
-    from kvbm.tiers.lower_tier import OwnedTier
-    from kvbm.tiers.slot_labels import SlotLabels
 
 BUDGET_S = 0.002  # of a step
 PIECE_SLOTS = 65_536  # looked at in one piece
@@ -124,41 +122,26 @@ class CacheControl:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One tier whose metadata is here; `lower` is None for host memory. A lower tier may replace its store and its
-    labels, so they are read each time."""
-
-    cache: EngineTiers
-    lower: OwnedTier | None = None
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.HOST if self.lower is None else self.lower.kind
-
-    @property
-    def store(self) -> BlockStore:
-        return (self.lower or self.cache.host).store
-
-    @property
-    def labels(self) -> SlotLabels:
-        return (self.lower or self.cache.host).labels
-
-    def begin_clear(self, tenant: bytes | None) -> None:
-        if self.lower is not None:
-            self.lower.begin_clear(tenant)
-            return
-        self.cache.forget_host(tenant)
-        for tier in self.cache.lower_tiers:
-            tier.reads.void(tenant)
-
-    def not_durable(self) -> str:
-        """Return why the last `begin_clear` is not durable yet, empty if it is."""
-        return "" if self.lower is None else self.lower.not_durable()
+Part = HostTier | OwnedTier
+"""A tier whose metadata is here. A lower one may replace its store and its labels, so they are read each time."""
 
 
-def _parts(cache: EngineTiers) -> list[_Part]:
-    return [_Part(cache), *(_Part(cache, one) for one in cache.owned_tiers)]
+def _parts(cache: EngineTiers) -> list[Part]:
+    return [cache.host, *cache.owned_tiers]
+
+
+def _begin_clear(cache: EngineTiers, part: Part, tenant: bytes | None) -> None:
+    if isinstance(part, OwnedTier):
+        part.begin_clear(tenant)
+        return
+    cache.forget_host(tenant)
+    for tier in cache.lower_tiers:
+        tier.reads.void(tenant)
+
+
+def _not_durable(parts: Sequence[Part]) -> str:
+    """Return why the last clears are not durable yet, empty if they are."""
+    return "; ".join(filter(None, (part.not_durable() for part in parts if isinstance(part, OwnedTier))))
 
 
 def _ls(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) -> Verb:
@@ -185,7 +168,7 @@ def _ls(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float]) ->
     }
 
 
-def _count(part: _Part, start: int, now_s: float) -> Counter[tuple[bytes, int]]:
+def _count(part: Part, start: int, now_s: float) -> Counter[tuple[bytes, int]]:
     """Count the blocks of PIECE_SLOTS slots by tenant and age; the age is a position in AGES_S, or its length."""
     labels, piece = part.labels, slice(start, start + PIECE_SLOTS)
     is_there = np.frombuffer(part.store.registered_mask(start, PIECE_SLOTS), np.bool_)
@@ -201,14 +184,14 @@ def _count(part: _Part, start: int, now_s: float) -> Counter[tuple[bytes, int]]:
     )
 
 
-def _counted(part: _Part, counted: Counter[tuple[bytes, int]]) -> Answer:
+def _counted(part: Part, counted: Counter[tuple[bytes, int]]) -> Answer:
     ages: dict[bytes, list[int]] = {}
     for (tenant, age), blocks in counted.items():
         ages.setdefault(tenant, [0] * (len(AGES_S) + 1))[age] += blocks
     largest = sorted(ages.items(), key=lambda one: (-sum(one[1]), one[0]))
     left_out = largest[MOST_TENANTS:]
     return {
-        "tier": str(part.tier),
+        "tier": str(part.kind),
         "capacity_blocks": part.store.capacity_blocks,
         "states": part.store.counts().by_state(),
         "tenants": [{"tenant": tenant.hex(), "blocks_by_age": blocks} for tenant, blocks in largest[:MOST_TENANTS]],
@@ -221,28 +204,27 @@ def _clear(cache: EngineTiers, arguments: Arguments, clock: Callable[[], float])
     stays. Blocks of a tenant in host memory are looked for again at the end: reads may have brought some back."""
     wanted = arguments.get("tier")
     tenant = bytes.fromhex(arguments["tenant"]) if "tenant" in arguments else None
-    parts = [part for part in _parts(cache) if wanted in (None, part.tier)]
+    parts = [part for part in _parts(cache) if wanted in (None, part.kind)]
     if not parts:
         raise Refused(f"this engine has no tier {wanted}")
-    forgotten = dict.fromkeys((part.tier for part in parts), 0)
+    forgotten = dict.fromkeys((part.kind for part in parts), 0)
     for part in (*parts, *(parts[:1] if tenant is not None and len(parts) > 1 else ())):
-        forgotten[part.tier] += 0 if tenant is not None else part.store.registered
-        part.begin_clear(tenant)
+        forgotten[part.kind] += 0 if tenant is not None else part.store.registered
+        _begin_clear(cache, part, tenant)
         for start in range(0, part.store.capacity_blocks if tenant is not None else 0, PIECE_SLOTS):
             for hashes in _owned(part, start, tenant or b""):
                 part.store.forget(hashes)
-                forgotten[part.tier] += len(hashes)
-                cache.counters.note_reset(part.tier, len(hashes))
+                forgotten[part.kind] += len(hashes)
+                cache.counters.note_reset(part.kind, len(hashes))
                 yield None
             yield None
     end_s = clock() + DURABLE_S
-    while any(part.not_durable() for part in parts) and clock() < end_s:
+    while _not_durable(parts) and clock() < end_s:
         yield WAITS
-    not_durable = "; ".join(filter(None, (part.not_durable() for part in parts)))
-    return {"forgotten": {str(tier): count for tier, count in forgotten.items()}, "not_durable": not_durable}
+    return {"forgotten": {str(tier): count for tier, count in forgotten.items()}, "not_durable": _not_durable(parts)}
 
 
-def _owned(part: _Part, start: int, tenant: bytes) -> Generator[tuple[bytes, ...], None, None]:
+def _owned(part: Part, start: int, tenant: bytes) -> Generator[tuple[bytes, ...], None, None]:
     """Yield the hashes of a tenant's blocks in PIECE_SLOTS slots, in batches."""
     number = part.labels.number_of(tenant)
     if number is None:

@@ -77,6 +77,8 @@ class HostTier:
     """See the module's text. Counts evictions in `counters`. `listeners` hear of them. Who knows the tenants of blocks
     notes them in `labels`."""
 
+    kind = Tier.HOST
+
     def __init__(
         self,
         region: Region,
