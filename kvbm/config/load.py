@@ -30,9 +30,9 @@ DEFAULT = "default"
 Refused = Mapping[str, Callable[[Document], Iterable[Mistake]]]  # by engine kind: the arguments that it refuses
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ResolvedProfile:
-    """A profile and the origins of its values.
+    """A profile and the origins of its values. Equal only to itself, so that what follows from it can be cached.
 
     `values` has every key as `kvbm profile show` prints it; a missing tier is one key without a value. `origins` has
     the same keys: `default`, `file:line`, a variable or `--set`. `extends` has the `extends` values of the chain of

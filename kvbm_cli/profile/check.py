@@ -8,10 +8,11 @@ from pathlib import Path
 from kvbm.config.document import Mistake, together
 from kvbm.config.load import Examined, place_of
 from kvbm.errors import ProfileError
+from kvbm.sizing import StateLevel
 from kvbm_cli.profile.machine_problems import order_problems, problems_here
 from kvbm_cli.profile.preflight import all_mistakes
 from kvbm_cli.profile.resolve import examined
-from kvbm_cli.profile.state_check import is_disabled, state_notes
+from kvbm_cli.profile.state_check import state_findings, state_notes
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 
@@ -33,7 +34,8 @@ def check_profile(
     if found.resolved is not None and sizing is not None and not mistakes:
         order = order_problems(found.resolved, sizing)
         warnings += [problem.error.message for problem in (*problems_here(found.resolved, sizing), *order)]
-        has_problem = bool(order) or is_disabled(found.resolved)
+        states = state_findings(found.resolved, StateLevel.WARNING)
+        has_problem = bool(order) or any(one.disables for one in states)
         notes = state_notes(found.resolved)
     if as_json:
         print_json(

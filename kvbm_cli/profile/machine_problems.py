@@ -18,11 +18,11 @@ from kvbm.config.sizes import format_size
 from kvbm.engines.table import copy_count, engine_problem, kind_of
 from kvbm.errors import EnvironmentProblem, EnvironmentProblems, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
-from kvbm.sizing import SizeUnknown, Sizing
+from kvbm.sizing import SizeUnknown, Sizing, StateLevel
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import disk_state, metrics_ports
 from kvbm_cli.profile.size import size_key, tier_warnings
-from kvbm_cli.profile.state_check import state_warnings
+from kvbm_cli.profile.state_check import state_findings
 from kvbm_cli.runs.reservations import largest_run, living_runs, memory_lines, pending_bytes, require_port
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.answering import ANSWER_LIMIT_S, answers
@@ -82,10 +82,10 @@ def problems_here(
 ) -> list[MachineProblem]:
     """Return all problems. Without `has_cache`, only those of the engine itself."""
     disk = _disk(resolved, sizing) if has_cache else ()
-    states = state_warnings(resolved) if has_cache else []
+    states = state_findings(resolved, StateLevel.WARNING) if has_cache else []
     return [
         *_engine(resolved, has_cache=has_cache),
-        *(MachineProblem(EnvironmentProblem(one.message), is_risk=True) for one in states),
+        *(MachineProblem(_at(resolved, one.key, one.message, None), is_risk=True) for one in states),
         *disk,
         *(_metrics(resolved) if has_cache else ()),
         *reservation_problems(resolved, sizing, living_runs(), has_cache=has_cache),

@@ -18,13 +18,13 @@ from kvbm.config.document import together
 from kvbm.config.values import count_of
 from kvbm.engines.table import kind_of, knows_block_tokens, metrics_count
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
-from kvbm.sizing import SizeUnknown, Sizing
+from kvbm.sizing import SizeUnknown, Sizing, StateLevel
 from kvbm.sizing.families.facts import text_facts
 from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES
 from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
-from kvbm_cli.profile.state_check import state_mistakes
+from kvbm_cli.profile.state_check import state_findings
 from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import expanded, nearest_existing
 
@@ -72,7 +72,8 @@ def examine_here(
     except ProfileError as mistake:
         mistakes.append(mistake)
     if sizing is not None:
-        mistakes += state_mistakes(resolved)
+        wrong = state_findings(resolved, StateLevel.MISTAKE)
+        mistakes += [resolved.mistake(one.key, one.message, hint=one.hint) for one in wrong]
     if verifies_flags:
         mistakes += _unknown_arguments(resolved)
     of_cache = (require_arguments, _require_metrics, _require_directory) if has_cache else ()

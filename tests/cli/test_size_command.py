@@ -8,6 +8,7 @@ from model_configs import write_model
 from terminal import FAKE_ENGINE, assert_transcript, kvbm_here, stored_entries
 from test_serve import serving
 
+from kvbm.engines.vllm.kind import VllmKind
 from kvbm.identity import machine
 from kvbm_cli.serve.reported_sizes import ReportedSizes, difference_text
 
@@ -19,6 +20,13 @@ def test_an_interval_with_which_an_installed_vllm_does_not_start_is_a_mistake(tm
     assert outcome.exit_code == 2
     assert outcome.stderr.startswith(f"error: `{setting.replace('=', ': ')}` is not a multiple of the block size of ")
     assert f"\n  --set {setting}\n" in outcome.stderr
+
+
+def test_a_command_judges_the_settings_of_a_profile_once(tmp_path, monkeypatch):
+    asked, findings = [], VllmKind.findings
+    monkeypatch.setattr(VllmKind, "findings", lambda *given: asked.append(given) or findings(*given))
+    outcome = kvbm_here("profile", "check", "vllm-hybrid-cpu-demo", home=tmp_path)
+    assert (outcome.exit_code, len(asked)) == (0, 1)
 
 
 @pytest.mark.parametrize("engine", [(), ("--engine", "sglang")])
