@@ -103,6 +103,7 @@ class EngineKind(ABC):
     signs: ClassVar[frozenset[str]] = frozenset()  # keys of its files of arguments that no other file has
     reserved_blocks: ClassVar[int] = 0  # of G1, that hold no tokens
     tested: ClassVar[str | None] = None  # with which versions, None for a part of kvbm
+    supported: ClassVar[str] = ""  # the versions that `is_known` accepts
     to_compile: ClassVar[str | None] = None  # what to install so that it can build an extension when it starts
 
     @abstractmethod
@@ -139,8 +140,44 @@ class EngineKind(ABC):
         EnvironmentProblem if the interpreter does not work."""
         return None
 
+    def install(self, profile: Profile) -> str | None:
+        """Return the arguments of Python that install the engine, None for a part of kvbm."""
+        return None
+
+    @staticmethod
+    def is_known(version: str) -> bool:
+        """Whether kvbm is tested with this version of the engine."""
+        return True
+
     def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
         """Return why the engine in the interpreter is not usable, with the cache or without, or not tested."""
+        python, title, install = python_of(profile), self.traits.title, self.install(profile)
+        try:
+            found = self.installed(profile)
+        except EnvironmentProblem as error:
+            return error
+        if found is None and install is not None:
+            hint = f"run `{python} -m {install}`, or set `engine.python` to an interpreter that has {title}"
+            return EnvironmentProblem(f"`{python}` has no {title}", hint=hint)
+        return None if found is None or not has_cache else self.problem_of_cache(python, found)
+
+    def problem_of_cache(self, python: str, found: Installation) -> EnvironmentProblem | None:
+        """Return why this installation cannot be used with the cache, or is not tested with it."""
+        title = self.traits.title
+        if found.rival is not None:
+            uninstall = f"run `{python} -m pip uninstall kvbm`"
+            return EnvironmentProblem(
+                f"`{python}` has NVIDIA's kvbm {found.rival}, which replaces the modules of kvbm-cli",
+                hint=f"{uninstall}, then reinstall kvbm-cli there with `--force-reinstall --no-deps`",
+            )
+        if not found.has_kvbm:
+            hint = (
+                f"{title} loads the connector from there: run `{python} -m pip install` with the path of this checkout"
+            )
+            return EnvironmentProblem(f"`{python}` has {title} {found.version}, but not kvbm-cli", hint=hint)
+        if not self.is_known(found.version):
+            message = f"`{python}` has {title} {found.version}; kvbm is tested with {self.supported}"
+            return EnvironmentProblem(message, hint="start it anyway with `kvbm serve --force`")
         return None
 
     def unknown_arguments(self, profile: Profile) -> Iterable[Unusable]:
@@ -227,21 +264,3 @@ def with_arguments(profile: Profile, **changed: object) -> Profile:
     """Return the profile with other values of some of its engine's arguments."""
     arguments = profile.engine.arguments.model_copy(update=changed)
     return profile.model_copy(update={"engine": profile.engine.model_copy(update={"arguments": arguments})})
-
-
-def installation_problem(
-    python: str, title: str, found: Installation, *, is_known: bool, tested: str
-) -> EnvironmentProblem | None:
-    """Return why this engine cannot be used with the cache, or is not tested with it. `title` names the engine."""
-    if found.rival is not None:
-        hint = f"run `{python} -m pip uninstall kvbm`, then reinstall kvbm-cli there with `--force-reinstall --no-deps`"
-        return EnvironmentProblem(
-            f"`{python}` has NVIDIA's kvbm {found.rival}, which replaces the modules of kvbm-cli", hint=hint
-        )
-    if not found.has_kvbm:
-        hint = f"{title} loads the connector from there: run `{python} -m pip install` with the path of this checkout"
-        return EnvironmentProblem(f"`{python}` has {title} {found.version}, but not kvbm-cli", hint=hint)
-    if not is_known:
-        message = f"`{python}` has {title} {found.version}; kvbm is tested with {tested}"
-        return EnvironmentProblem(message, hint="start it anyway with `kvbm serve --force`")
-    return None

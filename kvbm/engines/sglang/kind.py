@@ -15,15 +15,14 @@ from kvbm.engines.engine_kind import (
     ServerTraits,
     SizedBy,
     Unusable,
-    installation_problem,
     python_of,
     with_arguments,
 )
 from kvbm.engines.make_model import MODELS
 from kvbm.engines.python_probe import find
-from kvbm.engines.sglang import launch, sizing
+from kvbm.engines.sglang import launch, sizing, versions
 from kvbm.engines.sglang.options import LAYOUTS, STORAGE, refused_flags
-from kvbm.engines.sglang.versions import INSTALL, PACKAGE, TESTED, TO_COMPILE, SglangInstallation, is_known
+from kvbm.engines.sglang.versions import INSTALL, PACKAGE, TESTED, TO_COMPILE, SglangInstallation
 from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.errors import EnvironmentProblem
 
@@ -42,6 +41,8 @@ class SglangKind(EngineKind):
     suggested_preset = "vllm-81m"
     sized_by = SizedBy("vllm", "block_size", "kv_cache_dtype")  # with the arguments of vLLM, which sizing.py translates
     tested = f"tested with {' and '.join(TESTED)}, on a CPU with stand-ins for its kernels"
+    is_known = staticmethod(versions.is_known)
+    supported = " and ".join(TESTED)
     to_compile = TO_COMPILE
     traits = ServerTraits(
         "SGLang",
@@ -65,21 +66,12 @@ class SglangKind(EngineKind):
     def installed(self, profile: Profile) -> SglangInstallation | None:
         return find(python_of(profile), PACKAGE, SglangInstallation)
 
+    def install(self, profile: Profile) -> str:
+        return INSTALL
+
     def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
-        python = python_of(profile)
-        try:
-            found = self.installed(profile)
-        except EnvironmentProblem as error:
-            return error
-        if found is None:
-            hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has it"
-            return EnvironmentProblem(f"`{python}` has no SGLang", hint=hint)
-        needs_kvbm = has_cache or (isinstance(profile.engine, SglangEngine) and profile.engine.cpu_stand_ins)
-        if not needs_kvbm:
-            return None
-        return installation_problem(
-            python, "SGLang", found, is_known=is_known(found.version), tested=" and ".join(TESTED)
-        )
+        """Require kvbm also without the cache if it has the stand-ins for a CPU."""
+        return super().problem(profile, has_cache=has_cache or self.runs_on_cpu(profile))
 
     def block_tokens(self, profile: Profile) -> int:
         return _arguments(profile).page_size

@@ -13,22 +13,22 @@ from kvbm.engines.engine_kind import (
     ServerTraits,
     SizedBy,
     if_it_works,
-    installation_problem,
     python_of,
     with_arguments,
 )
 from kvbm.engines.installation import shown
 from kvbm.engines.python_probe import find
-from kvbm.engines.trtllm import launch, sizing
+from kvbm.engines.trtllm import launch, sizing, versions
 from kvbm.engines.trtllm.disaggregated import fleet
 from kvbm.engines.trtllm.options import CONNECTOR, DEFAULT_BLOCK_TOKENS, SIGNS, refused_options
-from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE, TrtllmInstallation, is_known
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE, TrtllmInstallation
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.disaggregated import Fleet
+    from kvbm.engines.installation import Installation
     from kvbm.engines.launch_plan import LaunchPlan
     from kvbm.sizing.tiers import Device
     from kvbm.sizing.wanted import Wanted
@@ -41,7 +41,9 @@ class TrtllmKind(EngineKind):
 
     signs = SIGNS
     sized_by = SizedBy("trtllm", "kv_cache_config.tokens_per_block", "kv_cache_config.dtype")
-    tested = f"not run; the connector is tested against the interfaces of {shown(CONTRACT_TESTED)}"
+    is_known = staticmethod(versions.is_known)
+    supported = f"the interfaces of {shown(CONTRACT_TESTED)}"
+    tested = f"not run; the connector is tested against {supported}"
     traits = ServerTraits(
         TITLE,
         tokenizes=False,
@@ -81,24 +83,16 @@ class TrtllmKind(EngineKind):
     def installed(self, profile: Profile) -> TrtllmInstallation | None:
         return find(python_of(profile), PACKAGE, TrtllmInstallation)
 
-    def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
-        python = python_of(profile)
-        try:
-            found = self.installed(profile)
-        except EnvironmentProblem as error:
-            return error
-        if found is None:
-            hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has it"
-            return EnvironmentProblem(f"`{python}` has no {TITLE}", hint=hint)
-        if not has_cache:
-            return None
-        if not found.has_interface:
+    def install(self, profile: Profile) -> str:
+        return INSTALL
+
+    def problem_of_cache(self, python: str, found: Installation) -> EnvironmentProblem | None:
+        if isinstance(found, TrtllmInstallation) and not found.has_interface:
             return EnvironmentProblem(
                 f"`{python}` has {TITLE} {found.version}, which has no interface for KV cache connectors",
                 hint=f"install {TITLE} 1.1 or later; `kvbm serve --baseline` starts this version without the cache",
             )
-        tested = f"the interfaces of {shown(CONTRACT_TESTED)}"
-        return installation_problem(python, TITLE, found, is_known=is_known(found.version), tested=tested)
+        return super().problem_of_cache(python, found)
 
     def block_tokens(self, profile: Profile) -> int:
         return int(_arguments(profile).cache.get("tokens_per_block") or DEFAULT_BLOCK_TOKENS)

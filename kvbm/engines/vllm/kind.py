@@ -16,7 +16,6 @@ from kvbm.engines.engine_kind import (
     SizedBy,
     Unusable,
     if_it_works,
-    installation_problem,
     python_of,
     with_arguments,
 )
@@ -24,7 +23,7 @@ from kvbm.engines.installation import shown
 from kvbm.engines.make_model import MODELS
 from kvbm.engines.python_probe import find
 from kvbm.engines.synthetic_directory import with_local_model
-from kvbm.engines.vllm import sizing
+from kvbm.engines.vllm import sizing, versions
 from kvbm.engines.vllm.findings import latent_findings, state_findings
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, SIGNS, refused_flags
 from kvbm.engines.vllm.versions import (
@@ -34,7 +33,6 @@ from kvbm.engines.vllm.versions import (
     PACKAGE,
     RUN,
     VllmInstallation,
-    is_known,
 )
 from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.families.facts import SizeUnknown
@@ -80,6 +78,8 @@ class VllmKind(EngineKind):
     signs = SIGNS
     reserved_blocks = 1
     tested = f"tested with {shown(RUN)}"
+    is_known = staticmethod(versions.is_known)
+    supported = shown(CONTRACT_TESTED)
     traits = ServerTraits("vLLM", variables={DEV_MODE: "1"})  # which can reset
 
     def imported(self, profile: Profile) -> list[str]:
@@ -126,21 +126,8 @@ class VllmKind(EngineKind):
     def installed(self, profile: Profile) -> VllmInstallation | None:
         return find(python_of(profile), PACKAGE, VllmInstallation)
 
-    def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
-        python = python_of(profile)
-        try:
-            found = self.installed(profile)
-        except EnvironmentProblem as error:
-            return error
-        if found is None:
-            install = INSTALL_FOR_CPU if self.runs_on_cpu(profile) else INSTALL
-            hint = f"run `{python} -m {install}`, or set `engine.python` to an interpreter that has vLLM"
-            return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
-        if not has_cache:
-            return None
-        return installation_problem(
-            python, "vLLM", found, is_known=is_known(found.version), tested=shown(CONTRACT_TESTED)
-        )
+    def install(self, profile: Profile) -> str:
+        return INSTALL_FOR_CPU if self.runs_on_cpu(profile) else INSTALL
 
     def unknown_arguments(self, profile: Profile) -> Iterator[Unusable]:
         if (found := if_it_works(self.installed, profile)) is None:
