@@ -28,9 +28,8 @@ from kvbm.sizing.wanted import Cpu, Wanted
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
-    from kvbm.engines.engine_kind import EngineKind, ServerTraits
+    from kvbm.engines.engine_kind import EngineKind
     from kvbm.engines.installation import Installation
-    from kvbm.engines.launch_plan import LaunchPlan
 
 KINDS: Mapping[str, EngineKind] = {
     "embedded": EmbeddedKind(),
@@ -49,29 +48,6 @@ examine_written = partial(loading.examine_written, refused=REFUSED)
 
 def kind_of(profile: Profile) -> EngineKind:
     return KINDS[profile.engine.kind]
-
-
-def traits_of(profile: Profile) -> ServerTraits:
-    return kind_of(profile).traits
-
-
-def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-    """Return the launch plan of a profile's engine; without `connector`, of the same engine without block manager.
-
-    Does not require the engine to be installed, nor `make_model` to have run.
-    """
-    return kind_of(profile).launch_plan(profile, connector=connector, port=port)
-
-
-def require_known_engine(profile: Profile) -> None:
-    """Raise EnvironmentProblem if it is unknown whether the profile's interpreter has the engine: its command depends
-    on that."""
-    kind_of(profile).installed(profile)
-
-
-def engine_problem(profile: Profile, *, has_cache: bool = True) -> EnvironmentProblem | None:
-    """Return why the engine in the profile's interpreter is not usable, with the cache or without, or not tested."""
-    return kind_of(profile).problem(profile, has_cache=has_cache)
 
 
 def installation_of(profile: Profile) -> Installation | None:
@@ -97,26 +73,6 @@ def versions(profile: Profile) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def has_prefix_caching(profile: Profile) -> bool:
-    """Whether the engine reuses blocks of earlier prompts in G1."""
-    return kind_of(profile).has_prefix_caching(profile)
-
-
-def block_tokens(profile: Profile) -> int:
-    """Return the tokens per block."""
-    return kind_of(profile).block_tokens(profile)
-
-
-def knows_block_tokens(profile: Profile) -> bool:
-    """Whether `block_tokens` is certain."""
-    return kind_of(profile).knows_block_tokens(profile)
-
-
-def runs_on_cpu(profile: Profile) -> bool:
-    """Whether the engine computes on a CPU, as far as that decides the size of its cache."""
-    return kind_of(profile).runs_on_cpu(profile)
 
 
 def cpu_of(profile: Profile) -> Cpu:
@@ -151,16 +107,6 @@ def size(
     """
     kind = KINDS[wanted.engine or profile.engine.kind]
     return sizing_of(kind.device(profile, model_config, Place(environment or {}, on_cpu), wanted), profile.tiers)
-
-
-def with_device_blocks(profile: Profile, block_count: int) -> Profile:
-    """Return the profile with prefix caching enabled and at least `block_count` blocks in G1."""
-    return kind_of(profile).with_device_blocks(profile, block_count)
-
-
-def caveats(profile: Profile) -> list[str]:
-    """Return what a measurement of the profile's engine does not show."""
-    return kind_of(profile).caveats(profile)
 
 
 def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:

@@ -15,7 +15,7 @@ from kvbm.config.schema import Profile
 from kvbm.engines.engine_kind import ServerTraits
 from kvbm.engines.launch_plan import ADMIN_HEADER
 from kvbm.engines.model_tokenizer import model_tokenizer
-from kvbm.engines.table import block_tokens, launch_plan, traits_of, with_device_blocks
+from kvbm.engines.table import kind_of
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
 from kvbm.tiers.shared.settings import directory_of
@@ -150,11 +150,12 @@ def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[Running
 
 @contextmanager
 def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
-    traits = traits_of(profile)
+    kind = kind_of(profile)
+    traits = kind.traits
     if has_kvbm and not traits.has_kvbm_metrics:
         profile = with_metrics_server(profile)
     port = choose_port(profile.server.host, 0)
-    plan = launch_plan(profile, connector=has_kvbm, port=port).placed(log_path.parent.absolute())
+    plan = kind.launch_plan(profile, connector=has_kvbm, port=port).placed(log_path.parent.absolute())
     plan = replace(plan, environment={**plan.environment, **traits.variables})
     with EngineProcess.start(plan, log_path=log_path) as process:
         process.wait_healthy(profile.transfer.init_timeout_s)
@@ -253,8 +254,9 @@ def with_room(profile: Profile, room: NeededRoom, *, group_count: int = 1) -> Pr
 
     A token takes at most one block in each of the KV cache groups.
     """
-    needed = math.ceil(HEADROOM * room.tokens / block_tokens(profile)) + room.sessions
-    return with_device_blocks(profile, needed * group_count)
+    kind = kind_of(profile)
+    needed = math.ceil(HEADROOM * room.tokens / kind.block_tokens(profile)) + room.sessions
+    return kind.with_device_blocks(profile, needed * group_count)
 
 
 def on_loopback(profile: Profile) -> Profile:

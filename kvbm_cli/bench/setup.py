@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbm.config.sizes import format_size
 from kvbm.engines.engine_kind import ServerTraits
-from kvbm.engines.table import caveats, engine_version, has_prefix_caching, traits_of
+from kvbm.engines.table import engine_version, kind_of
 from kvbm_cli.bench.arms import DEFAULT_PAIRS, Arm, ArmGroup, Comparison, groups
 from kvbm_cli.bench.cells import Cell, known_launches, script_of
 from kvbm_cli.bench.engines import HEADROOM
@@ -151,8 +151,9 @@ def _of_profile(setup: Setup) -> Iterator[str]:
     resolved = setup.comparison.measured.resolved
     if resolved is None:
         return
-    yield from caveats(resolved.profile)
-    if not has_prefix_caching(resolved.profile):
+    kind = kind_of(resolved.profile)
+    yield from kind.caveats(resolved.profile)
+    if not kind.has_prefix_caching(resolved.profile):
         yield "the engine's own prefix cache is off, so the baseline computes the whole of every prompt"
     for arm in setup.comparison.references:
         if arm.engine_differences:
@@ -202,7 +203,7 @@ class Setup:
     def traits(self) -> ServerTraits | None:
         """Those of the engines that are started; all have one kind."""
         measured = self.comparison.measured.resolved
-        return None if measured is None else traits_of(measured.profile)
+        return None if measured is None else kind_of(measured.profile).traits
 
     @property
     def resets_cache(self) -> bool:

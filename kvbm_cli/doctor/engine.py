@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvbm.engines.table import engine_problem, installation_of, kind_of
+from kvbm.engines.table import installation_of, kind_of
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.engine.process import choose_port
@@ -57,7 +57,8 @@ def _nvidia_kvbm(context: DoctorContext) -> Check:
 
 
 def _installed(profile: Profile) -> Iterator[Check]:
-    kind, problem, found = kind_of(profile), engine_problem(profile), installation_of(profile)
+    kind, found = kind_of(profile), installation_of(profile)
+    problem = kind.problem(profile, has_cache=True)
     if kind.tested is None:
         yield ok("version", f"{profile.engine.kind}, part of this kvbm")
     elif problem is not None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
-from kvbm.engines.table import runs_on_cpu
+from kvbm.engines.table import kind_of
 from kvbm.errors import reason_of
 from kvbm_cli.doctor.check import Check, DoctorContext, failure, ok, skipped
 from kvbm_cli.doctor.machine import scratch_directory
@@ -93,4 +93,4 @@ def _device(context: DoctorContext) -> str:
     engine = context.resolved.profile.engine
     if engine.kind == "embedded":
         return "cpu" if engine.arguments.device == "cpu" else "cuda"
-    return "cpu" if runs_on_cpu(context.resolved.profile) else "cuda"
+    return "cpu" if kind_of(context.resolved.profile).runs_on_cpu(context.resolved.profile) else "cuda"

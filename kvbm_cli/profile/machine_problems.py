@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
-from kvbm.engines.table import copy_count, engine_problem, kind_of
+from kvbm.engines.table import copy_count, kind_of
 from kvbm.errors import EnvironmentProblem, EnvironmentProblems, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm.sizing import SizeUnknown, Sizing, StateLevel
@@ -114,7 +114,7 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
     is_private = profile.disaggregated.is_enabled or profile.server.host in LOOPBACK
     if not is_private and (public := kind.problem_of_address(profile)) is not None:
         yield MachineProblem(public, can_be_forced=True)
-    if (problem := engine_problem(profile, has_cache=has_cache)) is not None:
+    if (problem := kind.problem(profile, has_cache=has_cache)) is not None:
         yield MachineProblem(problem, can_be_forced=True)
     elif profile.disaggregated.is_enabled and (lacking := kind.problem_of_fleet(profile)) is not None:
         yield MachineProblem(lacking)

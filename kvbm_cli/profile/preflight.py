@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.document import together
 from kvbm.config.values import count_of
-from kvbm.engines.table import kind_of, knows_block_tokens, metrics_count
+from kvbm.engines.table import kind_of, metrics_count
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing, StateLevel
 from kvbm.sizing.families.facts import text_facts
@@ -187,13 +187,13 @@ def metrics_ports(resolved: ResolvedProfile) -> range:
 
 def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
     """ProfileError if the maximum length exceeds the positions of the model or the tokens of G1."""
-    engine = resolved.profile.engine
+    engine, kind = resolved.profile.engine, kind_of(resolved.profile)
     name = engine.arguments.LENGTH
     key, length = f"engine.arguments.{name}", count_of(getattr(engine.arguments, name))
-    positions = text_facts(kind_of(resolved.profile).model_facts(engine.model)).get("max_position_embeddings")
+    positions = text_facts(kind.model_facts(engine.model)).get("max_position_embeddings")
     limits = [(positions, "the model accepts", "")]
-    if sizing.device is not None and knows_block_tokens(resolved.profile):
-        reserved_tokens = sizing.block_tokens * kind_of(resolved.profile).reserved_blocks
+    if sizing.device is not None and kind.knows_block_tokens(resolved.profile):
+        reserved_tokens = sizing.block_tokens * kind.reserved_blocks
         holds = sizing.device.token_count - reserved_tokens
         limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
     for limit, holder, or_raise in limits:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
 from kvbm.engines.model_facts import config_file
-from kvbm.engines.table import cpu_of, kind_of, runs_on_cpu, size
+from kvbm.engines.table import cpu_of, kind_of, size
 from kvbm.errors import ProfileError
 from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted
 from kvbm_cli.terminal.console import noted, table
@@ -72,7 +72,7 @@ def size_of(
         if wanted.engine is None:
             kind_of(profile).check_model(profile, facts)  # errors here are about the model; errors of `size` are not
         key = size_key(resolved)
-        on_cpu = wanted.memory is None and wanted.engine is None and runs_on_cpu(profile)
+        on_cpu = wanted.memory is None and wanted.engine is None and kind_of(profile).runs_on_cpu(profile)
         if on_cpu:
             wanted = replace(wanted, cpu=cpu_of(profile))
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu, wanted=wanted)

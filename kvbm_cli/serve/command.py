@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvbm.engines.launch_plan import LaunchPlan
-from kvbm.engines.table import how_to_make_model, make_model, require_known_engine, traits_of, versions
+from kvbm.engines.table import how_to_make_model, kind_of, make_model, versions
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
@@ -98,7 +98,7 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
 def _targets(plan: LaunchPlan | DisaggregatedPlan, served: ServedProfile) -> list[str]:
     """Return the addresses at which Prometheus finds the metrics of the engines."""
     plans = list(named_plans(plan).values()) or [endpoint_of(plan)]
-    traits = traits_of(served.profile)
+    traits = kind_of(served.profile).traits
     urls = [one.metrics_url for one in plans]
     urls += [one.base_url for one in plans if traits.has_metrics and not (one.metrics_url and traits.has_kvbm_metrics)]
     return [urlsplit(url).netloc for url in urls if url]
@@ -122,7 +122,7 @@ def _checked(references: Sequence[str], overrides: Sequence[str], options: Serve
     if options.is_baseline:
         require_baseline(resolved, overrides)
     if options.is_dry_run and not options.is_forced:
-        require_known_engine(resolved.profile)
+        kind_of(resolved.profile).installed(resolved.profile)  # raises if unknown: the command depends on that
     sizing = check(resolved, has_cache=has_cache, verifies_flags=not options.is_forced)
     return ServedProfile(resolved, sizing, options.is_baseline)
 

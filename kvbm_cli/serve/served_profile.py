@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.engines.launch_plan import LaunchPlan
-from kvbm.engines.table import launch_plan
+from kvbm.engines.table import kind_of
 from kvbm.errors import UsageError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports, plan
 from kvbm_cli.engine.process import STOP_TIMEOUT_S
@@ -62,7 +62,7 @@ class ServedProfile:
         if self.profile.disaggregated.is_enabled:
             free = (one for one in free_ports() if one not in (port, *taken))
             return plan(self.profile, port=port, ports=free)
-        return launch_plan(self.profile, connector=not self.is_baseline, port=port)
+        return kind_of(self.profile).launch_plan(self.profile, connector=not self.is_baseline, port=port)
 
 
 def require_baseline(resolved: ResolvedProfile, overrides: Sequence[str]) -> None:

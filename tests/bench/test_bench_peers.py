@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.engines.table import launch_plan
+from kvbm.engines.table import kind_of
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.arms import comparison_of, require_startable
 from kvbm_cli.bench.workload.files import load_workload
@@ -42,7 +42,7 @@ def keep_result():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_profile_of_another_cache_differs_only_in_its_connector(name):
     profile, ours = resolve(str(PEERS / f"{name}.yaml")).profile, resolve("vllm-cpu-demo").profile
-    plan, baseline = (launch_plan(one, connector=False, port=1) for one in (profile, ours))
+    plan, baseline = (kind_of(one).launch_plan(one, connector=False, port=1) for one in (profile, ours))
     assert plan.argv[:-2] == baseline.argv
     assert plan.argv[-2] == "--kv-transfer-config"
     assert json.loads(plan.argv[-1]) == profile.engine.arguments.kv_transfer_config

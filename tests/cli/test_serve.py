@@ -25,7 +25,7 @@ from test_runs import states
 from waiting import eventually, is_gone
 
 from kvbm.engines.embedded.http.server import Server
-from kvbm.engines.table import launch_plan
+from kvbm.engines.table import kind_of
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.process import _open_log
 from kvbm_cli.profile.resolve import resolve_to_start
@@ -215,7 +215,7 @@ def test_log_never_goes_into_the_profile(home):
 )
 def test_prometheus_finds_the_metrics_of_an_engine_that_lacks_those_of_kvbm_at_two_addresses(name, expected):
     profile = resolve_to_start(name, overrides=["metrics.serve=true"]).profile
-    plan = launch_plan(profile, connector=True, port=8000)
+    plan = kind_of(profile).launch_plan(profile, connector=True, port=8000)
     assert _targets(plan, SimpleNamespace(profile=profile)) == expected
 
 

@@ -10,7 +10,7 @@ from kvbm.config.connector import resolve_connector
 from kvbm.config.schema import Profile
 from kvbm.engines.sglang.launch import QUICK_HEALTH, plan
 from kvbm.engines.sglang.versions import is_known
-from kvbm.engines.table import launch_plan
+from kvbm.engines.table import kind_of
 
 ALWAYS = ("--enable-metrics", "--enable-cache-report")
 
@@ -76,7 +76,7 @@ def test_flags_that_are_false_are_left_out_and_negative_numbers_are_no_flags() -
 
 def test_a_synthetic_model_is_served_without_the_colon_that_sglang_refuses() -> None:
     demo = profile(engine={"model": "synthetic:vllm-25m"})
-    argv = launch_plan(demo, connector=True, port=1).argv
+    argv = kind_of(demo).launch_plan(demo, connector=True, port=1).argv
     assert argv[argv.index("--served-model-name") + 1] == demo.engine.served_name == "vllm-25m"
 
 

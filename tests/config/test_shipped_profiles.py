@@ -4,7 +4,7 @@ import pytest
 
 from kvbm.config.engine import EmbeddedArguments
 from kvbm.config.layers import shipped, shipped_halves
-from kvbm.engines.table import kind_of, launch_plan, load, size
+from kvbm.engines.table import kind_of, load, size
 from kvbm.sizing import SizeUnknown
 from kvbm_cli.package_data import profiles_directory, workloads_directory
 from kvbm_cli.profile.diff import differences
@@ -16,7 +16,7 @@ DIRECTORIES = [profiles_directory()]
 def test_shipped_profile_is_right(name: str) -> None:
     profile = load(name, directories=DIRECTORIES).profile
     assert profile.description, "`kvbm profile list` shows it"
-    assert launch_plan(profile, connector=True, port=1).argv
+    assert kind_of(profile).launch_plan(profile, connector=True, port=1).argv
     try:
         sizing = size(profile, kind_of(profile).model_facts(profile.engine.model), on_cpu=True)
     except SizeUnknown:
