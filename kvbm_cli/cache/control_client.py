@@ -33,7 +33,7 @@ class Reply:
 
 def ask(run: EngineRun, message: Mapping[str, str]) -> list[Reply]:
     """Return the reply of each engine of a run. Raises EnvironmentProblem if none can be asked."""
-    run, name = living(run), run.facts.name
+    run, name = living(run), run.name
     problems, replies = [], []
     for path in sorted(run.path.glob(CONTROL_SOCKETS)):
         try:

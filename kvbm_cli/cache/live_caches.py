@@ -45,7 +45,7 @@ def clear_blocks(reference: str, *, tier: str | None, salt: str | None, digest: 
         raise UsageError(f"`--tier {tier}` cannot be cleared: it must be G2 or G3", hint=hint)
     whose = "" if owner is None else " of one tenant"
     where = "G2 and G3" if tier is None else tier
-    if not is_sure and not is_confirmed(f"remove the blocks{whose} in {where} of `{run.facts.name}`?"):
+    if not is_sure and not is_confirmed(f"remove the blocks{whose} in {where} of `{run.name}`?"):
         return 1
     message = {"verb": "clear", **({"tier": tier} if tier else {}), **({"tenant": owner} if owner else {})}
     replies, status = ask(run, message), 0

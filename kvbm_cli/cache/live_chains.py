@@ -113,7 +113,7 @@ def _tokens_of(run: EngineRun, text: str) -> list[int]:
     """Return the token ids of a prompt, as the engine itself makes them."""
     answer = request_run(run, "POST", "/tokenize", content={"prompt": text}, timeout_s=TIMEOUT_S)
     if answer.failure:
-        raise EnvironmentProblem(f"cannot ask the engine of `{run.facts.name}`: {answer.failure}")
+        raise EnvironmentProblem(f"cannot ask the engine of `{run.name}`: {answer.failure}")
     tokens = answer.fields().get("tokens") if answer.is_ok else None
     if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens):
         raise EngineError(f"{run.facts.url}/tokenize returned no token ids", hint="give them with `--tokens`")

@@ -106,7 +106,7 @@ def _own_of_engine(context: DoctorContext) -> Iterator[Check]:
 
 def _room_remedy(context: DoctorContext, left_bytes: int, living: Sequence[EngineRun]) -> str:
     largest = largest_run(living)
-    stop = f"run `kvbm stop {shlex.quote(largest.facts.name)}`" if largest is not None else None
+    stop = f"run `kvbm stop {shlex.quote(largest.name)}`" if largest is not None else None
     fitting = left_bytes * 9 // 10 // _copies(context)
     if fitting < LEAST_CAPACITY and stop is not None:
         return stop

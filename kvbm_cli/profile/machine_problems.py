@@ -261,7 +261,7 @@ def _memory(
     if largest is None:
         error = _at(resolved, key, f"{demand}, but {available}", hint)
     else:
-        hint = f"run `kvbm stop {shlex.quote(largest.facts.name)}`, or {hint}"
+        hint = f"run `kvbm stop {shlex.quote(largest.name)}`, or {hint}"
         error = EnvironmentProblem("\n".join([f"{demand}, but {available}", *lines]), hint=hint)
     yield MachineProblem(error, can_be_forced=True)
 

@@ -20,7 +20,7 @@ def _runs(incomplete: str, *, living: bool) -> list[str]:
     from kvbm_cli.runs.run_directory import Runs
 
     found = Runs.of_user_if_known()
-    return matching([run.facts.name for run in found if run.is_living or not living], incomplete)
+    return matching([run.name for run in found if run.is_living or not living], incomplete)
 
 
 RUN_HELP = "Name of a run (`demo-1`) or of its profile [default: the only running engine]."

@@ -22,7 +22,7 @@ def show_logs(reference: str | None, *, follow: bool, line_count: int | None) ->
         for prefix, path in zip(prefixes_of(list(paths)), paths.values(), strict=True)
     ]
     if not any(tail.is_there for tail in tails) and not run.is_living:
-        raise EnvironmentProblem(f"the log of `{run.facts.name}` was removed: `{tails[-1].path}`")
+        raise EnvironmentProblem(f"the log of `{run.name}` was removed: `{tails[-1].path}`")
     _print(tails)
     while follow and run.is_living:
         time.sleep(POLL_S)

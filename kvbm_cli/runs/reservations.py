@@ -28,9 +28,9 @@ def require_port(host: str, port: int, living: Sequence[EngineRun]) -> None:
     """Raise EnvironmentProblem if a living run uses the port at this address."""
     for run in living:
         if holds_port(run, host, port):
-            stop = f"`kvbm stop {shlex.quote(run.facts.name)}`"
+            stop = f"`kvbm stop {shlex.quote(run.name)}`"
             hint = f"choose a free port with `--port 0`, or stop the other engine with {stop}"
-            raise EnvironmentProblem(f"port {port} is used by `{run.facts.name}` ({run.state})", hint=hint)
+            raise EnvironmentProblem(f"port {port} is used by `{run.name}` ({run.state})", hint=hint)
 
 
 def holds_port(run: EngineRun, host: str, port: int) -> bool:
@@ -60,7 +60,7 @@ def largest_run(living: Sequence[EngineRun]) -> EngineRun | None:
 def memory_lines(living: Sequence[EngineRun]) -> list[str]:
     """Return a line for each run with host memory for blocks."""
     return [
-        f"  {run.facts.name} ({run.state}, {_place_of(run)}) uses {format_size(run.facts.memory_bytes)}"
+        f"  {run.name} ({run.state}, {_place_of(run)}) uses {format_size(run.facts.memory_bytes)}"
         for run in living
         if run.facts.memory_bytes
     ]

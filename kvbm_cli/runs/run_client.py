@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group of the peer
 
 def living(run: EngineRun) -> EngineRun:
     """Return the run as it is now. Raises EnvironmentProblem if it has ended, or runs elsewhere."""
-    now, name = run.again(), run.facts.name
+    now, name = run.again(), run.name
     if not now.is_living:
         raise EnvironmentProblem(f"`{name}` is not running: it has ended")
     if now.is_elsewhere:

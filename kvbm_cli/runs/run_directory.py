@@ -344,7 +344,7 @@ class Runs:
     def all(self) -> list[EngineRun]:
         """Return every readable run, by start time."""
         found = [run for run in map(_read, self._paths()) if isinstance(run, EngineRun)]
-        return sorted(found, key=lambda run: (run.facts.started_s, run.facts.name))
+        return sorted(found, key=lambda run: (run.facts.started_s, run.name))
 
     def unreadable(self) -> list[UnreadableRun]:
         """Return runs whose run.json is damaged, not readable, or has the format of another version."""
@@ -358,7 +358,7 @@ class Runs:
         """Return the runs with this name, else of this profile, or all without a reference: the living ones, or if
         there are none and `ended` is set the last one. Raises UsageError if there is no such run."""
         every = self.all()
-        named = [run for run in every if reference in (None, run.facts.name)] or [
+        named = [run for run in every if reference in (None, run.name)] or [
             run for run in every if run.facts.profile == reference
         ]
         living = [run for run in named if run.is_living]
@@ -368,9 +368,7 @@ class Runs:
 
     def with_leftovers(self, reference: str | None) -> list[EngineRun]:
         """Return the runs with this name or profile whose launcher was killed, but not all their processes."""
-        return [
-            run for run in self.all() if run.has_leftovers() and reference in (None, run.facts.name, run.facts.profile)
-        ]
+        return [run for run in self.all() if run.has_leftovers() and reference in (None, run.name, run.facts.profile)]
 
     def one(self, reference: str | None) -> EngineRun:
         """Return the one run that `reference` names, living or ended. Raises UsageError if it is none, or several, and
@@ -380,7 +378,7 @@ class Runs:
         if not found:
             raise UsageError("there are no runs yet", hint="start one with `kvbm serve --profile demo`")
         if len(found) > 1:
-            names = ", ".join(f"`{run.facts.name}`" for run in found)
+            names = ", ".join(f"`{run.name}`" for run in found)
             raise UsageError(f"several engines are running: {names}", hint="name one of them")
         return found[0]
 
@@ -408,7 +406,7 @@ class Runs:
 def _not_found(reference: str, every: Sequence[EngineRun]) -> UsageError:
     import difflib
 
-    names = {run.facts.name for run in every} | {run.facts.profile for run in every}
+    names = {run.name for run in every} | {run.facts.profile for run in every}
     nearest = difflib.get_close_matches(reference, sorted(names), n=1)
     hint = f"did you mean `{nearest[0]}`?" if nearest else "`kvbm status --all` lists the runs"
     return UsageError(f"no run is named `{reference}`", hint=hint)

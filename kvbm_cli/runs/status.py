@@ -77,7 +77,7 @@ class RunStatus:
 
     def notes(self) -> list[str]:
         """Say of each tier that is off why."""
-        run = self.run.facts.name
+        run = self.run.name
         names = {"disk": "disk tier (G3)", "shared": "shared tier (G4)"}
         return [
             f"the {names[tier]} of {run} {WHY_OFF[why].format(run=shlex.quote(run))}" for tier, why in self.off.items()
@@ -142,7 +142,7 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
         last = {(run.facts.profile, run.facts.is_baseline): run for run in every}
         for run in last.values():
             if (end := _failure(run)) is not None:
-                print_note(f"{run.facts.name} {end}; `kvbm logs {shlex.quote(run.facts.name)}`")
+                print_note(f"{run.name} {end}; `kvbm logs {shlex.quote(run.name)}`")
 
 
 def _failure(run: EngineRun) -> str | None:
@@ -155,7 +155,7 @@ def _failure(run: EngineRun) -> str | None:
 
 
 def _death(run: EngineRun) -> str:
-    rest = f"; `kvbm stop {shlex.quote(run.facts.name)}` ends its remaining processes" if run.has_leftovers() else ""
+    rest = f"; `kvbm stop {shlex.quote(run.name)}` ends its remaining processes" if run.has_leftovers() else ""
     return f"last seen at {_when(run.last_sign_s())}: its launcher was killed or the machine was restarted{rest}"
 
 
@@ -222,7 +222,7 @@ def _row(status: RunStatus) -> tuple[str, ...]:
     run = status.run
     state = f"{status.state} ({run.facts.exit_code})" if run.state is RunState.ENDED else status.state
     pid = str(run.facts.launcher.pid) if run.is_living else "-"
-    return run.facts.name, state, pid, _age(run), run.facts.url if run.is_living else "-", status.tiers()
+    return run.name, state, pid, _age(run), run.facts.url if run.is_living else "-", status.tiers()
 
 
 def _age(run: EngineRun) -> str:

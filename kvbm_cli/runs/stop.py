@@ -131,7 +131,7 @@ def _left(reference: str | None, timeout_s: float) -> list[EnvironmentProblem]:
 def _left_processes(reference: str | None) -> dict[str, set[int]]:
     """Return the processes that write to the lock or a log of a run without a launcher, by the name of the run."""
     runs = Runs.of_user()
-    living = {run.facts.name: run.facts.launcher.pid for run in runs.living()}
+    living = {run.name: run.facts.launcher.pid for run in runs.living()}
     found: dict[str, set[int]] = {}
     for pid, path in files_by_writer():
         name = path.parent.name
@@ -280,10 +280,10 @@ def _wait(
             _signal(run, signal.SIGKILL)
             _continue_processes(now)
             is_killed, deadline = True, time.monotonic() + GRACE_S
-        display.report(": ".join(filter(None, (run.facts.name, log.phase()))))
+        display.report(": ".join(filter(None, (run.name, log.phase()))))
         time.sleep(POLL_S)
     now = run.again()
-    return StoppedRun(now.facts.name, time.monotonic() - started, now.has_ended(), now.facts.exit_code)
+    return StoppedRun(now.name, time.monotonic() - started, now.has_ended(), now.facts.exit_code)
 
 
 def _continue_processes(run: EngineRun) -> None:

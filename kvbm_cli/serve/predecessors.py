@@ -28,10 +28,10 @@ def await_predecessors(served: ServedProfile) -> None:
         deadline = started + run.facts.stop_timeout_s + GRACE_S
         with ProgressDisplay("waiting") as display:
             while _is_ending(run.again()) and time.monotonic() < deadline:
-                display.report(f"for {run.facts.name}")
+                display.report(f"for {run.name}")
                 time.sleep(POLL_S)
         if _is_ending(run.again()):
-            show_warning(f"`{run.facts.name}` has not ended after {time.monotonic() - started:.0f} s")
+            show_warning(f"`{run.name}` has not ended after {time.monotonic() - started:.0f} s")
 
 
 def _is_ending(run: EngineRun) -> bool:

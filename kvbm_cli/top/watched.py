@@ -136,7 +136,7 @@ def of_runs(reference: str | None) -> Callable[[], list[MetricsTarget]]:
             living = runs.find(reference, ended=reference is not None)
         except KvbmError:
             living = []  # its directory was removed
-        seen.update((run.facts.name, run) for run in living)
+        seen.update((run.name, run) for run in living)
         for name, run in list(seen.items()):
             seen[name] = run.again()
         newest = {(run.facts.profile, run.facts.is_baseline): run for run in seen.values()}

@@ -168,7 +168,7 @@ def test_the_sum_is_over_what_living_processes_have_recorded(tmp_path, memory, r
             launchers[0].kill()
             launchers[0].wait()
             with runs.starting() as living:
-                assert [run.facts.name for run in living] == ["demo-2", "demo-3"]
+                assert [run.name for run in living] == ["demo-2", "demo-3"]
                 require_memory(resolved, 400 * MIB, living, memory=memory)
         finally:
             for launcher in launchers:

@@ -82,7 +82,7 @@ def test_states_as_others_see_them(runs):
     lost.close()  # as the kernel does for a launcher that is killed
     assert [seen.state for seen in runs.all()] == [RunState.STARTING, RunState.DEAD]
     run.enter(RunState.HEALTHY)
-    assert [seen.facts.name for seen in runs.living()] == ["demo-1"]
+    assert [seen.name for seen in runs.living()] == ["demo-1"]
     run.end(0, "")
     assert [seen.state for seen in runs.all()] == [RunState.ENDED, RunState.DEAD]
 
@@ -115,7 +115,7 @@ def test_a_launcher_that_cannot_be_seen_lives_as_long_as_it_holds_its_lock(runs)
 
 def test_which_run_is_meant(runs):
     def names(reference: str | None, *, ended: bool) -> list[str]:
-        return [run.facts.name for run in runs.find(reference, ended=ended)]
+        return [run.name for run in runs.find(reference, ended=ended)]
 
     assert names(None, ended=True) == []
     first, second, other = begin(runs, "demo"), begin(runs, "demo"), begin(runs, "other")
@@ -127,8 +127,8 @@ def test_which_run_is_meant(runs):
     with pytest.raises(UsageError, match="several engines are running: `demo-2`, `other-1`"):
         runs.one(None)
     second.end(1, "")
-    assert runs.one("demo").facts.name == "demo-2", "the last one"
-    assert runs.one(None).facts.name == "other-1"
+    assert runs.one("demo").name == "demo-2", "the last one"
+    assert runs.one(None).name == "other-1"
     other.end(0, "")
     with pytest.raises(UsageError, match="no run is named `demmo`") as caught:
         runs.one("demmo")
@@ -144,7 +144,7 @@ def test_old_runs_are_pruned_and_living_ones_never(runs, tmp_path, monkeypatch):
     abandoned.mkdir()
     os.utime(abandoned, (0, 0))
     begin(runs, "demo")
-    left = sorted(run.facts.name for run in runs.all())
+    left = sorted(run.name for run in runs.all())
     assert left == ["demo-5", "demo-6", "demo-7", living.name]
     assert not abandoned.exists()
 
@@ -202,7 +202,7 @@ def test_a_run_directory_without_room_for_its_lock_is_removed(runs, monkeypatch)
 def test_any_name_of_a_profile_makes_a_name_of_a_run(runs, profile):
     name = begin(runs, profile).name
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,110}", name)
-    assert runs.one(name).facts.name == name
+    assert runs.one(name).name == name
 
 
 def test_what_stop_asks_for_wins_over_the_profile(runs):

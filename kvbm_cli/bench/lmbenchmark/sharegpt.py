@@ -154,7 +154,7 @@ def _counter(tokenizer: str | None) -> Callable[[str], int]:
 
 def main(words: Sequence[str]) -> int:
     if len(words) not in (2, 3):
-        print("usage: sharegpt_preparation DATA_SET DIRECTORY [TOKENIZER]", file=sys.stderr)
+        print("usage: python -m kvbm_cli.bench.lmbenchmark.sharegpt DATA_SET DIRECTORY [TOKENIZER]", file=sys.stderr)
         return 2
     directory = Path(words[1])
     directory.mkdir(parents=True, exist_ok=True)
