@@ -79,6 +79,8 @@ class SizedBy:
     cache_type: str
     layouts: Sequence[str] = ()
     layout_variable: str = ""
+    ranks: str = "tensor_parallel_size"
+    stages: str = "pipeline_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)

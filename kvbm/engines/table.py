@@ -105,8 +105,8 @@ def size(
     ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only the engine
     knows the layout of the model's cache.
     """
-    kind = KINDS[wanted.engine or profile.engine.kind]
-    return sizing_of(kind.device(profile, model_config, Place(environment or {}, on_cpu), wanted), profile.tiers)
+    device = kind_of(profile).device(profile, model_config, Place(environment or {}, on_cpu), wanted)
+    return sizing_of(device, profile.tiers)
 
 
 def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:

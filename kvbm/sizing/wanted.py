@@ -19,11 +19,9 @@ class Cpu:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """`sequence_tokens` is the length for which sequences are counted, by default the maximum length. `memory` and
-    `capability` describe the GPUs, `cpu` the CPU of a CPU build. `engine` is the kind whose rules apply, by default
-    that of the profile."""
+    `capability` describe the GPUs, `cpu` the CPU of a CPU build."""
 
     sequence_tokens: int | None = None
     memory: MemoryEstimate | None = None
     capability: int | None = None
     cpu: Cpu = Cpu()
-    engine: str | None = None

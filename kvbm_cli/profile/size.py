@@ -69,17 +69,16 @@ def size_of(
     try:
         if facts is None:
             facts = kind_of(profile).model_facts(profile.engine.model)
-        if wanted.engine is None:
-            kind_of(profile).check_model(profile, facts)  # errors here are about the model; errors of `size` are not
+        kind_of(profile).check_model(profile, facts)  # errors here are about the model; errors of `size` are not
         key = size_key(resolved)
-        on_cpu = wanted.memory is None and wanted.engine is None and kind_of(profile).runs_on_cpu(profile)
+        on_cpu = wanted.memory is None and kind_of(profile).runs_on_cpu(profile)
         if on_cpu:
             wanted = replace(wanted, cpu=cpu_of(profile))
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu, wanted=wanted)
     except SizeUnknown as unknown:
         path, message = config_file(profile.engine.model), _named(profile.engine.model, unknown.message)
         is_named = path is None or str(path) in message
-        hint = ASK_ENGINE if "knows" in message and wanted.engine is None else None
+        hint = ASK_ENGINE if "knows" in message else None
         raise SizeUnknown(message if is_named else f"`{path}`: {message}", hint=unknown.hint or hint) from None
     except ProfileError as error:
         if error.hint is not None and "tiers.disk" in error.hint:

@@ -24,14 +24,7 @@ from kvbm_cli.size.measured_speeds import MeasuredSpeeds
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
-_DEFAULT_TITLE = KINDS[DEFAULT_KIND].traits.title
-_SIZED = {name: sized_by for name in ENGINE_KINDS if (sized_by := KINDS[name].sized_by) is not None}
-_KEYS = {
-    "--tp": "engine.arguments.tensor_parallel_size",
-    "--pp": "engine.arguments.pipeline_parallel_size",
-    "--host": "tiers.host.capacity",
-    "--disk": "tiers.disk.capacity",
-}
+_KEYS = {"--host": "tiers.host.capacity", "--disk": "tiers.disk.capacity"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +40,28 @@ class SizeRequest:
         """Return the profile. A model without a profile has the settings of the shipped profile of its engine."""
         if not self.profiles and self.model is None:
             raise UsageError("`kvbm size` requires a model or a profile", hint="try `kvbm size Qwen/Qwen3-8B`")
-        engine = self._engine
-        if engine not in _SIZED:
-            known = ", ".join(f"`{name}`" for name in _SIZED)
+        engine = self.options.get("--engine", DEFAULT_KIND)
+        known_sizes = {name: by for name in ENGINE_KINDS if (by := KINDS[name].sized_by) is not None}
+        if engine not in known_sizes:
+            known = ", ".join(f"`{name}`" for name in known_sizes)
             raise UsageError(f"`--engine` must be one of {known}, not `{engine}`")
         if self.profiles and "--engine" in self.options:
             raise UsageError("`--engine` and `--profile` cannot be combined: a profile names its engine")
-        sized_by = _SIZED[engine]
+        sized_by = known_sizes[engine]
         given = [f"engine.model={self._model}"] if self._model is not None else []
         if (layout := self.options.get("--layout")) is not None:
             if not sized_by.layouts:
-                raise UsageError(f"`--layout` is supported only with {_DEFAULT_TITLE}")
+                raise UsageError(f"`--layout` is supported only with {KINDS[DEFAULT_KIND].traits.title}")
             if layout.upper() not in sized_by.layouts:
                 raise UsageError(f"`--layout` must be one of {', '.join(sized_by.layouts)}, not `{layout}`")
             given.append(f"engine.environment.{sized_by.layout_variable}={layout.upper()}")
         of_cache = {"--block-size": sized_by.block_size, "--kv-cache-dtype": sized_by.cache_type}
-        keys = {**_KEYS, **{name: f"engine.arguments.{key}" for name, key in of_cache.items()}}
+        of_engine = {"--tp": sized_by.ranks, "--pp": sized_by.stages, **of_cache}
+        keys = {**_KEYS, **{name: f"engine.arguments.{key}" for name, key in of_engine.items()}}
         asked = {key: (name, self.options[name]) for name, key in keys.items() if name in self.options}
         nested = [key for key in asked if key.count(".") > 2]  # in a section that declares no keys
         given += [f"{key}={asked.pop(key)[1]}" for key in nested]
         return resolve(*(self.profiles or (sized_by.profile,)), overrides=[*given, *self.overrides], options=asked)
-
-    @property
-    def _engine(self) -> str:
-        return self.options.get("--engine", DEFAULT_KIND)
-
-    @property
-    def _is_translated(self) -> bool:
-        """Whether the engine reads the arguments of the default one."""
-        return self._engine != DEFAULT_KIND and _SIZED[self._engine].profile == _SIZED[DEFAULT_KIND].profile
 
     @property
     def _model(self) -> str | None:
@@ -94,7 +80,6 @@ class SizeRequest:
             sequence_tokens=self.count("--length"),
             memory=None if gpu is None else self._memory(gpu, resolved),
             capability=gpu.capability if gpu is not None else None,
-            engine=self._engine if self._is_translated and resolved.profile.engine.kind == DEFAULT_KIND else None,
         )
 
     def demand(self) -> tuple[int, int] | None:
@@ -156,8 +141,9 @@ class SizeRequest:
 
     def _memory(self, gpu: Gpu, resolved: ResolvedProfile) -> MemoryEstimate:
         engine = resolved.profile.engine
-        if engine.kind != DEFAULT_KIND or self._engine != DEFAULT_KIND:
-            raise UsageError(f"`--gpu` and `--gpu-memory` are supported only with {_DEFAULT_TITLE}")
+        if engine.kind != DEFAULT_KIND:
+            title = KINDS[DEFAULT_KIND].traits.title
+            raise UsageError(f"`--gpu` and `--gpu-memory` are supported only with {title}")
         weights = self._size("--weights")
         if weights is None:
             weights = _weight_bytes(engine.model)

@@ -29,10 +29,8 @@ def test_a_command_judges_the_settings_of_a_profile_once(tmp_path, monkeypatch):
     assert (outcome.exit_code, len(asked)) == (0, 1)
 
 
-@pytest.mark.parametrize("engine", [(), ("--engine", "sglang")])
-def test_a_kind_that_is_set_decides_whose_rules_apply(tmp_path, engine):
-    """`--engine` names the profile to begin with."""
-    outcome = kvbm_here("size", "synthetic:tiny", *engine, "--set", "engine.kind=embedded", home=tmp_path)
+def test_a_kind_that_is_set_decides_whose_rules_apply(tmp_path):
+    outcome = kvbm_here("size", "synthetic:tiny", "--set", "engine.kind=embedded", home=tmp_path)
     assert (outcome.exit_code, outcome.stderr) == (0, "")
     assert "a block is 16 tokens" in outcome.stdout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from kvbm.config.engine import SglangArguments, SglangEngine, VllmArguments
+from kvbm.config.engine import SglangArguments, SglangEngine
 from kvbm.config.values import count_of
 from kvbm.engines.engine_kind import (
     RETURN_TOKEN_IDS,
@@ -39,7 +39,7 @@ _WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline
 class SglangKind(EngineKind):
     presets = MODELS
     suggested_preset = "vllm-81m"
-    sized_by = SizedBy("vllm", "block_size", "kv_cache_dtype")  # with the arguments of vLLM, which sizing.py translates
+    sized_by = SizedBy("sglang", "page_size", "kv_cache_dtype", ranks="tp_size", stages="pp_size")
     tested = f"tested with {' and '.join(TESTED)}, on a CPU with stand-ins for its kernels"
     is_known = staticmethod(versions.is_known)
     supported = " and ".join(TESTED)
@@ -112,13 +112,10 @@ class SglangKind(EngineKind):
                 yield Unusable(place, message, _WITHOUT_KVBM)
 
     def device(self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted) -> Device:
-        arguments, length = profile.engine.arguments, wanted.sequence_tokens
-        if isinstance(arguments, VllmArguments):  # of `kvbm size --engine`
-            return sizing.device(arguments, model_config, sequence_tokens=length)
-        return sizing.device_of(_arguments(profile), model_config, sequence_tokens=length)
+        return sizing.device(_arguments(profile), model_config, sequence_tokens=wanted.sequence_tokens)
 
     def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
-        sizing.device_of(_arguments(profile), model_config)
+        sizing.device(_arguments(profile), model_config)
 
     def own_memory(self, profile: Profile, device_bytes: int | None) -> OwnMemory:
         arguments, copies = _arguments(profile), self.copies(profile)
