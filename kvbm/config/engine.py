@@ -7,9 +7,9 @@ version: only those that kvbm reads are declared, all others are passed on uncha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvbm.config.values import (
     Count,
@@ -351,7 +351,8 @@ ENGINES: Mapping[str, type[EngineSection]] = {
     "tensorrt-llm": TrtllmEngine,
     "sglang": SglangEngine,
 }
-ENGINE_KINDS = tuple(ENGINES)
+ENGINE_KINDS = ENGINES.keys()
+FIRST_KIND = "embedded"  # reads an engine of an unknown kind, which it refuses
 DEFAULT_KIND = "vllm"  # where none is named
 ACCEPTS_EVERY_FLAG = "vllm"  # a profile of an unknown kind is examined as one of this kind
 
@@ -369,18 +370,3 @@ def kinds_that(can: Callable[[type[EngineSection]], bool]) -> str:
     """Return the kinds of engines that can do something, for a message."""
     *others, last = [f"`{kind}`" for kind, form in ENGINES.items() if can(form)]
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _kind_of(engine: object) -> str:
-    """Return the tag by which pydantic chooses the model. An unknown kind is read as embedded, which refuses it."""
-    kind = engine.get("kind") if isinstance(engine, dict) else getattr(engine, "kind", None)
-    return kind if kind in ENGINE_KINDS else ENGINE_KINDS[0]
-
-
-AnyEngine = Annotated[
-    Annotated[EmbeddedEngine, Tag("embedded")]
-    | Annotated[VllmEngine, Tag("vllm")]
-    | Annotated[TrtllmEngine, Tag("tensorrt-llm")]
-    | Annotated[SglangEngine, Tag("sglang")],
-    Discriminator(_kind_of),
-]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.engine import FIRST_KIND
 from kvbm.config.schema import Profile
 from kvbm.config.values import count_value, environment_value, length_value, names_value, port_value, size_value
 
@@ -28,7 +28,7 @@ class Key:
     is_required: bool
 
 
-def keys(model: type[BaseModel] = Profile, *, engine: str = ENGINE_KINDS[0]) -> tuple[Key, ...]:
+def keys(model: type[BaseModel] = Profile, *, engine: str = FIRST_KIND) -> tuple[Key, ...]:
     """Return every key in the order of the schema, each section before its keys, with those of one engine kind."""
     return tuple(_walk(model, "", engine))
 

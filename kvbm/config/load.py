@@ -8,14 +8,15 @@ one. All mistakes are reported together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, plain_values, together
-from kvbm.config.engine import ACCEPTS_EVERY_FLAG, ENGINE_KINDS
+from kvbm.config.engine import ACCEPTS_EVERY_FLAG, ENGINE_KINDS, FIRST_KIND
 from kvbm.config.findings import Findings, is_within, remove_mistaken
 from kvbm.config.interpolation import Interpolation
 from kvbm.config.key_list import keys
@@ -27,7 +28,14 @@ from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
-Refused = Mapping[str, Callable[[Document], Iterable[Mistake]]]  # by engine kind: the arguments that it refuses
+
+
+class Refuses(Protocol):
+    def refused(self, document: Document) -> Iterable[Mistake]:
+        """Return the mistakes that only a kind of engine knows."""
+
+
+Refused = Mapping[str, Refuses]  # by engine kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +178,7 @@ def _validated(document: Document, place: str, findings: Findings, refused: Refu
     remove_mistaken(document, findings.add(not_built(document)))
     kind = _engine_kind(document)
     if kind in refused:
-        remove_mistaken(document, findings.add(refused[kind](document)))
+        remove_mistaken(document, findings.add(refused[kind].refused(document)))
     is_known = "engine.kind" not in findings.wrong
     if not is_known:
         document = _of_any_kind(document)
@@ -199,7 +207,8 @@ def _of_any_kind(document: Document) -> Document:
 def _engine_kind(document: Document) -> str:
     """Return the kind whose model reads the engine."""
     entry = entry_at(document, ["engine", "kind"])
-    return entry.value if entry is not None and entry.value in ENGINE_KINDS else ENGINE_KINDS[0]
+    kind = None if entry is None else entry.value
+    return kind if isinstance(kind, str) and kind in ENGINE_KINDS else FIRST_KIND
 
 
 def _sources(profile: Profile, document: Document) -> dict[str, Source | None]:

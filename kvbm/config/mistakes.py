@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
-from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS, ENGINES
+from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS, ENGINES, FIRST_KIND
 from kvbm.config.key_list import Key, keys
 from kvbm.config.spelling import snake_case, unquoted
 from kvbm.config.values import WrongKey
@@ -75,7 +75,7 @@ class FileKind:
     halves: Mapping[str, str] = field(default_factory=dict)
 
 
-def profile_file(engine: str = ENGINE_KINDS[0], given: Sequence[str] = ()) -> FileKind:
+def profile_file(engine: str = FIRST_KIND, given: Sequence[str] = ()) -> FileKind:
     """Return the kind of a profile, with the keys of one engine kind. `given` are the profiles of the command line."""
     missing = {"engine": "add `engine.model`, such as `synthetic:tiny`", "tiers": ENGINES[engine].tiers_hint}
     halves = {
@@ -262,7 +262,7 @@ def _missing_space(value: object) -> str | None:
     return f"add a space after the colon: `{value.replace(':', ': ', 1)}`"
 
 
-def _nearest(value: object, choices: Sequence[str]) -> str | None:
+def _nearest(value: object, choices: Iterable[str]) -> str | None:
     nearest = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
     return f"did you mean `{nearest[0]}`?" if nearest else None
 

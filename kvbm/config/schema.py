@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Literal, TypeVar
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from kvbm.config.engine import ENGINES, AnyEngine, kinds_that
+from kvbm.config.engine import ENGINE_KINDS, ENGINES, FIRST_KIND, EngineSection, kinds_that
 from kvbm.config.values import Port, Seconds, Section, Size, WrongKey, absolute, shared_url
 
 Sized = TypeVar("Sized", "HostTierSection", "DiskTierSection")
@@ -442,6 +444,19 @@ class ConnectorConfig(Section):
     def digest(self) -> str:
         """Digest that is equal in two processes exactly if their configurations are equal."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+def _kind_of(engine: object) -> str:
+    """Return the tag by which pydantic chooses the model."""
+    kind = engine.get("kind") if isinstance(engine, dict) else getattr(engine, "kind", None)
+    return kind if isinstance(kind, str) and kind in ENGINE_KINDS else FIRST_KIND
+
+
+if TYPE_CHECKING:
+    AnyEngine = EngineSection
+else:
+    _TAGGED = (Annotated[form, Tag(kind)] for kind, form in ENGINES.items())
+    AnyEngine = Annotated[reduce(or_, _TAGGED), Discriminator(_kind_of)]
 
 
 class Profile(Section):

@@ -40,10 +40,9 @@ KINDS: Mapping[str, EngineKind] = {
 
 
 AS_WRITTEN = Wanted()
-REFUSED = {name: kind.refused for name, kind in KINDS.items()}
-load = partial(loading.load, refused=REFUSED)
-examine = partial(loading.examine, refused=REFUSED)
-examine_written = partial(loading.examine_written, refused=REFUSED)
+load = partial(loading.load, refused=KINDS)
+examine = partial(loading.examine, refused=KINDS)
+examine_written = partial(loading.examine_written, refused=KINDS)
 
 
 def kind_of(profile: Profile) -> EngineKind:

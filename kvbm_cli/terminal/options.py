@@ -6,14 +6,14 @@ runs `kvbm`, so completers are fast too. They fail silently: a message would app
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 
-def matching(names: Sequence[str], incomplete: str) -> list[str]:
+def matching(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
