@@ -7,6 +7,7 @@ come first (preflight.py): a profile with mistakes is not examined here.
 
 from __future__ import annotations
 
+import enum
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -41,19 +42,21 @@ INTERFACES = Path("/sys/class/net")
 RUNTIMES = ("docker", "br-", "podman", "cni", "nerdctl")  # beginnings of the names of their bridges
 
 
+class Severity(enum.Enum):
+    """FATAL refuses the start. FORCEABLE: `--force` makes it a warning. NO_DISK: so does `kvbm serve`, whose engine
+    starts without the disk tier. ORDER: it is a warning without `--strict`. RISK: it is a warning."""
+
+    FATAL = enum.auto()
+    FORCEABLE = enum.auto()
+    NO_DISK = enum.auto()
+    ORDER = enum.auto()
+    RISK = enum.auto()
+
+
 @dataclass(frozen=True, slots=True)
 class MachineProblem:
-    """`can_be_forced`: `--force` makes it a warning. `is_risk`: it is a warning. `is_order`: it is a warning, unless
-    `--strict` refuses it. `is_state`: the engine starts without the disk tier, which is a warning of `kvbm serve`."""
-
     error: EnvironmentProblem
-    can_be_forced: bool = False
-    is_risk: bool = False
-    is_order: bool = False
-    is_state: bool = False
-
-    def is_warning(self, *, is_forced: bool, is_strict: bool) -> bool:
-        return self.is_risk or (is_forced and self.can_be_forced) or (self.is_order and not is_strict)
+    severity: Severity = Severity.FATAL
 
 
 def require_none(
@@ -64,11 +67,15 @@ def require_none(
     may_lack_disk: bool = False,
 ) -> None:
     """Raise EnvironmentProblem for the problems, and print those that are only warnings."""
-    warnings = [one for one in problems if one.is_warning(is_forced=is_forced, is_strict=is_strict)]
-    fatal = [one for one in problems if one not in warnings and not (may_lack_disk and one.is_state)]
-    warn_of([one for one in problems if one not in fatal])
-    if fatal:
-        errors = [one.error for one in fatal]
+    accepted = {Severity.RISK}
+    if is_forced:
+        accepted |= {Severity.FORCEABLE, Severity.NO_DISK}
+    if may_lack_disk:
+        accepted.add(Severity.NO_DISK)
+    if not is_strict:
+        accepted.add(Severity.ORDER)
+    warn_of([one for one in problems if one.severity in accepted])
+    if errors := [one.error for one in problems if one.severity not in accepted]:
         raise errors[0] if len(errors) == 1 else EnvironmentProblems(errors)
 
 
@@ -85,7 +92,7 @@ def problems_here(
     states = state_findings(resolved, StateLevel.WARNING) if has_cache else []
     return [
         *_engine(resolved, has_cache=has_cache),
-        *(MachineProblem(_at(resolved, one.key, one.message, None), is_risk=True) for one in states),
+        *(MachineProblem(_at(resolved, one.key, one.message, None), Severity.RISK) for one in states),
         *disk,
         *(_metrics(resolved) if has_cache else ()),
         *reservation_problems(resolved, sizing, living_runs(), has_cache=has_cache),
@@ -113,9 +120,9 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
     profile, kind = resolved.profile, kind_of(resolved.profile)
     is_private = profile.disaggregated.is_enabled or profile.server.host in LOOPBACK
     if not is_private and (public := kind.problem_of_address(profile)) is not None:
-        yield MachineProblem(public, can_be_forced=True)
+        yield MachineProblem(public, Severity.FORCEABLE)
     if (problem := kind.problem(profile, has_cache=has_cache)) is not None:
-        yield MachineProblem(problem, can_be_forced=True)
+        yield MachineProblem(problem, Severity.FORCEABLE)
     elif profile.disaggregated.is_enabled and (lacking := kind.problem_of_fleet(profile)) is not None:
         yield MachineProblem(lacking)
 
@@ -127,10 +134,10 @@ def _disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[Mach
     if disk is not None and not answers(expanded(disk.directory)):
         message = f"`{DIRECTORY_KEY}`: {disk.directory} does not answer within {ANSWER_LIMIT_S:g} s"
         hint = "mount its file system again; until it answers, the engine runs without the disk tier"
-        return (MachineProblem(_at(resolved, DIRECTORY_KEY, message, hint), is_risk=True),)
+        return (MachineProblem(_at(resolved, DIRECTORY_KEY, message, hint), Severity.RISK),)
     if disk is not None and (reason := disk_state(expanded(disk.directory))) is not None:
         error = _at(resolved, DIRECTORY_KEY, f"`{DIRECTORY_KEY}`: {reason}", ANOTHER_DIRECTORY)
-        return (*_mount(resolved), *_filesystem(resolved), MachineProblem(error, can_be_forced=True, is_state=True))
+        return (*_mount(resolved), *_filesystem(resolved), MachineProblem(error, Severity.NO_DISK))
     return (*_mount(resolved), *_filesystem(resolved), *_disk_space(resolved, sizing))
 
 
@@ -153,7 +160,7 @@ def _filesystem(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
     if mount.kind in PSEUDO:
         yield MachineProblem(_at(resolved, DIRECTORY_KEY, f"{where}, which cannot hold files", hint))
     elif mount.kind in IN_MEMORY:
-        yield MachineProblem(_at(resolved, DIRECTORY_KEY, f"{where}, which uses host memory", hint), is_risk=True)
+        yield MachineProblem(_at(resolved, DIRECTORY_KEY, f"{where}, which uses host memory", hint), Severity.RISK)
 
 
 def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iterator[MachineProblem]:
@@ -171,13 +178,14 @@ def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iter
         return
     key, needed, free = sizing.disk.set_by, format_size(needed_bytes), format_size(free_bytes)
     message = f"`{key}` requires {needed}, but {disk.directory} has only {free} free"
-    is_state = needed_bytes <= facts.f_blocks * facts.f_frsize  # a larger tier is a mistake
+    # a larger tier than the file system is a mistake
+    severity = Severity.NO_DISK if needed_bytes <= facts.f_blocks * facts.f_frsize else Severity.FORCEABLE
     hint = f"lower the capacity, or use another `{DIRECTORY_KEY}`; `--force` starts anyway"
     missing_bytes = needed_bytes - free_bytes
     caches = list_caches(directory)
     has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked)
     error = _at(resolved, key, message, hint)
-    yield MachineProblem(error, can_be_forced=True, is_risk=has_room, is_state=is_state)
+    yield MachineProblem(error, Severity.RISK if has_room else severity)
 
 
 def order_problems(
@@ -188,7 +196,7 @@ def order_problems(
         return []
     hint = "raise the capacity of the tier; without `--strict`, this is only a warning"
     return [
-        MachineProblem(EnvironmentProblem(message, hint=hint), is_order=True)
+        MachineProblem(EnvironmentProblem(message, hint=hint), Severity.ORDER)
         for message in tier_warnings(resolved, sizing)
     ]
 
@@ -219,7 +227,7 @@ def _metrics(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
                 f"a Prometheus in a container cannot reach the metrics at {host} (this machine has the container "
                 f"bridge {bridges[0]}): set `metrics.host`, or give the container the network of the host"
             ),
-            is_risk=True,
+            Severity.RISK,
         )
 
 
@@ -263,7 +271,7 @@ def _memory(
     else:
         hint = f"run `kvbm stop {shlex.quote(largest.name)}`, or {hint}"
         error = EnvironmentProblem("\n".join([f"{demand}, but {available}", *lines]), hint=hint)
-    yield MachineProblem(error, can_be_forced=True)
+    yield MachineProblem(error, Severity.FORCEABLE)
 
 
 def _at(resolved: ResolvedProfile, key: str, message: str, hint: str | None) -> EnvironmentProblem:

@@ -9,7 +9,7 @@ import pytest
 from terminal import kvbm_here, on_a_terminal
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.machine_problems import _disk, _disk_space, _filesystem, require_none
+from kvbm_cli.profile.machine_problems import Severity, _disk, _disk_space, _filesystem, require_none
 from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
@@ -35,8 +35,7 @@ bench:
 @pytest.mark.parametrize(("directory", "is_fatal"), [("/proc", True), ("/sys/a/b", True), ("/dev/shm", False)])
 def test_a_disk_tier_in_the_kernel_is_refused_and_one_in_memory_is_reported(directory, is_fatal):
     problems = list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={directory}"])))
-    assert [one.is_risk for one in problems] == [not is_fatal]
-    assert not any(one.can_be_forced for one in problems)
+    assert [one.severity for one in problems] == [Severity.FATAL if is_fatal else Severity.RISK]
 
 
 @pytest.mark.parametrize("fault", ["EIO", "EROFS", "EACCES"])

@@ -74,7 +74,7 @@ def test_an_engine_may_start_although_its_directory_hangs(hanging, tmp_path):
     sizing, mistakes = preflight.examine_here(resolved)
     assert not mistakes
     (problem,) = machine_problems._disk(resolved, sizing)
-    assert problem.is_risk
+    assert problem.severity is machine_problems.Severity.RISK
     assert "does not answer within" in problem.error.message
 
 

@@ -73,8 +73,8 @@ MUTANTS = (
         name="sizing-strict-only-warns",
         bug="`serve --strict` starts an engine whose host tier is smaller than G1",
         file="kvbm_cli/profile/machine_problems.py",
-        old=" or (self.is_order and not is_strict)",
-        new=" or self.is_order",
+        old="    if not is_strict:\n",
+        new="    if True:\n",
         fails="tests/cli/test_transcripts.py -k 'size and small and not program'",
     ),
     Mutant(
