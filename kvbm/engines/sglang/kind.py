@@ -18,11 +18,12 @@ from kvbm.engines.engine_kind import (
     python_of,
     with_arguments,
 )
+from kvbm.engines.installation import Installation
 from kvbm.engines.make_model import MODELS
 from kvbm.engines.python_probe import find
 from kvbm.engines.sglang import launch, sizing, versions
 from kvbm.engines.sglang.options import LAYOUTS, STORAGE, refused_flags
-from kvbm.engines.sglang.versions import INSTALL, PACKAGE, TESTED, TO_COMPILE, SglangInstallation
+from kvbm.engines.sglang.versions import INSTALL, PACKAGE, TESTED, TO_COMPILE
 from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.errors import EnvironmentProblem
 
@@ -63,8 +64,8 @@ class SglangKind(EngineKind):
     def refused(self, document: Document) -> Iterator[Mistake]:
         return refused_flags(document)
 
-    def installed(self, profile: Profile) -> SglangInstallation | None:
-        return find(python_of(profile), PACKAGE, SglangInstallation)
+    def installed(self, profile: Profile) -> Installation | None:
+        return find(python_of(profile), PACKAGE, Installation)
 
     def install(self, profile: Profile) -> str:
         return INSTALL

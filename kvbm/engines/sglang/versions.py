@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from kvbm.engines.installation import Installation, ProbedPackage
+from kvbm.engines.installation import ProbedPackage
 
 TESTED = ("0.5.23",)  # its interfaces change with every patch release
 INSTALL = "pip install 'kvbm-cli[sglang]'"
 # For the extension that hashes pages.
 TO_COMPILE = "a C++ compiler, ninja, and the headers of Python and OpenSSL (`g++ ninja-build python3-dev libssl-dev`)"
 PACKAGE = ProbedPackage("SGLang", "sglang", "sglang")
-
-
-@dataclass(frozen=True, slots=True)
-class SglangInstallation(Installation):
-    """The SGLang installation of one interpreter."""
 
 
 def is_known(version: str) -> bool:
