@@ -283,6 +283,7 @@ EXIT_CODES = """\
 | 10 | `kvbm bench`: `slower` |
 | 11 | `kvbm bench`: `invalid`, the run cannot be used |
 | 12 | `kvbm bench`: `wrong`, outputs differ |
+| 13 | `kvbm bench`: `inconclusive`, neither a difference nor its absence is shown |
 | 70 | a bug in kvbm; the message names the file with the traceback |
 | 130 | interrupted |
 | any other | `kvbm serve`: the exit code of the engine; 128 + n if signal n ended it, or arrived before it was ready |

@@ -95,8 +95,8 @@ def bootstrap_interval(pairs: Pairs, seed: int, draws: int = 300) -> tuple[float
     return math.exp(low), math.exp(high)
 
 
-def stopped_early(case: Case, seed: int, most: int = 6) -> PairedRatio:
-    """Add pairs until the interval is tight, at most six."""
+def stopped_early(case: Case, seed: int, most: int = 12) -> PairedRatio:
+    """Add pairs until the interval is tight, at most `most`."""
     pairs = simulate(replace(case, runs=most), seed)
     for count in range(2, most + 1):
         ratio = paired_ratio({run: pairs[run] for run in range(1, count + 1)})
@@ -116,7 +116,10 @@ def row(case: Case, repetitions: int) -> dict[str, object]:
         "coverage": _share(ratio.low <= case.speedup <= ratio.high for ratio in found),
         "coverage_of_plain_bootstrap": _share(low <= case.speedup <= high for low, high in plain),
         "half_width": round(float(np.median([math.log(ratio.high / ratio.low) / 2 for ratio in found])), 4),
-        **{verdict: _share(one == verdict for one in verdicts) for verdict in ("faster", "same", "slower")},
+        **{
+            verdict: _share(one == verdict for one in verdicts)
+            for verdict in ("faster", "same", "slower", "inconclusive")
+        },
     }
 
 
@@ -190,7 +193,8 @@ def stop_row(deviation: float, repetitions: int) -> dict[str, object]:
         "repetitions": repetitions,
         "coverage": _share(ratio.low <= 1 <= ratio.high for ratio in found),
         "mean_runs": round(float(np.mean([ratio.run_count for ratio in found])), 2),
-        "false_alarms": _share(direction(ratio).value != "same" for ratio in found),
+        "false_alarms": _share(direction(ratio).value in ("faster", "slower") for ratio in found),
+        "same": _share(direction(ratio).value == "same" for ratio in found),
     }
 
 

@@ -102,7 +102,7 @@ def test_an_engine_that_refuses_the_recording_marks_the_run_and_is_an_error(tmp_
 def test_an_engine_like_vllm_is_measured(tmp_path, capsys):
     engines = MockEngines()
     like_vllm = {arm: replace(options, is_like_vllm=True) for arm, options in engines.options.items()}
-    assert measure(tmp_path, MockEngines(**like_vllm)) in (0, 10)
+    assert measure(tmp_path, MockEngines(**like_vllm)) in (0, 10, 13)
     kvbm = json.loads(capsys.readouterr().out)["cells"][0]["arms"]["kvbm"]
     assert kvbm["turns"][1]["prompt_tokens"]["g2"] is None
     assert kvbm["turns"][1]["prompt_tokens"]["computed"] > 0

@@ -73,7 +73,7 @@ ELSEWHERE = elsewhere(
 WRONG = changing(other_token(5), arm="kvbm", index=7)
 NO_KVBM = {"times": {"kvbm": None, "baseline": 900.0}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "equal directories are the same": ({}, {}),
+    "equal directories of two pairs": ({}, {}),
     "the measured arm is slower": ({}, {"times": {"kvbm": 80.0, "floor": 300.0}}),
     "the measured arm is faster": ({}, {"times": {"kvbm": 20.0, "floor": 300.0}}),
     "the surroundings differ": ({}, {"times": {"kvbm": 80.0}, **ELSEWHERE}),

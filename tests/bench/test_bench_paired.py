@@ -99,7 +99,7 @@ def test_runs_that_differ_more_than_typical_widen_the_interval():
 def test_one_session_says_nothing_about_others():
     ratio = compare({1: {0: [(2.0, 1.0)] * 10}})
     assert (ratio.low, ratio.ratio, ratio.high) == (0.0, pytest.approx(2.0), math.inf)
-    assert direction(ratio) == "same"
+    assert direction(ratio) == "inconclusive"
 
 
 def test_ratio_of_no_pairs_is_none():
@@ -117,8 +117,9 @@ def test_ratio_is_inverted_when_the_arms_are_swapped(pairs):
         assert ratio.typical * inverse.typical == pytest.approx(1)
         assert math.isinf(ratio.high) == (inverse.low == 0)
         assert math.isinf(ratio.high) or ratio.high * inverse.low == pytest.approx(1)
-        opposite = {"faster": "slower", "slower": "faster", "same": "same"}
-        assert direction(inverse) == opposite[direction(ratio)]
+        opposite = {"faster": "slower", "slower": "faster"}
+        found = direction(ratio)
+        assert direction(inverse) == opposite.get(found, found)
 
 
 @given(experiments, st.randoms())
@@ -153,14 +154,18 @@ def ratio_of(low: float, middle: float, high: float, *, runs: int = 3, typical: 
     ("ratio", "expected"),
     [
         (ratio_of(1.02, 1.08, 1.14), "faster"),
-        (ratio_of(0.99, 1.08, 1.17), "same"),
-        (ratio_of(1.01, 1.04, 1.07), "same"),
-        (ratio_of(1.02, 1.08, 1.14, typical=0.99), "same"),
-        (ratio_of(1.02, 1.08, 1.14, runs=1), "same"),
+        (ratio_of(0.99, 1.08, 1.17), "inconclusive"),
+        (ratio_of(1.01, 1.04, 1.07), "inconclusive"),
+        (ratio_of(0.93, 0.96, 0.99), "inconclusive"),
+        (ratio_of(0.96, 1.0, 1.04), "same"),
+        (ratio_of(1.01, 1.03, 1.045), "same"),
+        (ratio_of(0.0, 1.0, math.inf), "inconclusive"),
+        (ratio_of(1.02, 1.08, 1.14, typical=0.99), "inconclusive"),
+        (ratio_of(1.02, 1.08, 1.14, runs=1), "inconclusive"),
         (ratio_of(1.02, 1.12, 1.22, runs=1), "faster"),
         (ratio_of(0.88, 0.93, 0.98), "slower"),
-        (ratio_of(0.88, 0.93, 0.98, runs=1), "same"),
-        (ratio_of(0.88, 0.93, 0.98, typical=1.01), "same"),
+        (ratio_of(0.88, 0.93, 0.98, runs=1), "inconclusive"),
+        (ratio_of(0.88, 0.93, 0.98, typical=1.01), "inconclusive"),
     ],
 )
 def test_direction_needs_interval_mean_and_typical_request(ratio, expected):
@@ -172,7 +177,7 @@ def test_direction_needs_interval_mean_and_typical_request(ratio, expected):
 def test_equal_arms_are_rarely_called_different(sessions, turns, deviation):
     case = bench_statistics.Case(sessions=sessions, turns=turns, run_deviation=deviation)
     found = [direction(ratio) for ratio in bench_statistics.ratios(case, REPETITIONS)]
-    assert len([one for one in found if one != "same"]) <= 2
+    assert len([one for one in found if one in ("faster", "slower")]) <= 2
 
 
 @pytest.mark.parametrize(("sessions", "turns", "deviation"), [(12, 5, 0.01), (20, 5, 0.01), (20, 5, 0.02)])
@@ -192,14 +197,14 @@ def test_intervals_hold_the_truth(runs, speedup):
 def test_stopping_when_the_interval_is_tight_keeps_its_coverage():
     case = bench_statistics.Case(request_deviation=0.1)
     found = [bench_statistics.stopped_early(case, seed) for seed in range(200)]
-    assert min(ratio.run_count for ratio in found) < 4
+    assert min(ratio.run_count for ratio in found) < 12
     assert sum(ratio.low <= 1 <= ratio.high for ratio in found) >= 0.92 * 200
 
 
 def test_one_run_or_a_wide_interval_is_not_tight():
-    assert is_tight(ratio_of(0.97, 1.0, 1.03))
-    assert not is_tight(ratio_of(0.97, 1.0, 1.03, runs=1))
-    assert not is_tight(ratio_of(0.9, 1.0, 1.1))
+    assert is_tight(ratio_of(0.98, 1.0, 1.02))
+    assert not is_tight(ratio_of(0.98, 1.0, 1.02, runs=1))
+    assert not is_tight(ratio_of(0.97, 1.0, 1.03))
     assert not is_tight(ratio_of(0.0, 1.0, math.inf))
     assert not is_tight(None)
 
@@ -271,7 +276,7 @@ def verdict_of(directory: Path, engines, workload: Conversations) -> str:
 @pytest.mark.usefixtures("without_sampler")
 @pytest.mark.parametrize(
     ("slower", "expected", "least"),
-    [(1.0, "same", 18), pytest.param(SLOWER, "slower", LEAST_FOUND, marks=pytest.mark.soak)],
+    [(1.0, ("same", "inconclusive"), 18), pytest.param(SLOWER, ("slower",), LEAST_FOUND, marks=pytest.mark.soak)],
 )
 def test_verdicts_with_a_simulated_client(tmp_path, monkeypatch, slower, expected, least):
     with MockEngine(Options()) as engine:
@@ -285,12 +290,14 @@ def test_verdicts_with_a_simulated_client(tmp_path, monkeypatch, slower, expecte
             monkeypatch.setattr("kvbm_cli.bench.experiment.drive", simulated_drive(seed, slower))
             workload = WORKLOAD.model_copy(update={"seed": seed})
             found[verdict_of(tmp_path / str(seed), shared, workload)] += 1
-    assert found[expected] >= least, found
+    assert sum(found[one] for one in expected) >= least, found
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("without_sampler")
-@pytest.mark.parametrize(("slower", "expected", "least"), [(1.0, "same", 18), (SLOWER, "slower", LEAST_FOUND)])
+@pytest.mark.parametrize(
+    ("slower", "expected", "least"), [(1.0, ("same", "inconclusive"), 18), (SLOWER, ("slower",), LEAST_FOUND)]
+)
 def test_verdicts_with_mock_engines(tmp_path, slower, expected, least):
     """Every request takes 40 ms and more; the planted engine takes 10 % longer in everything."""
     found: Counter[str] = Counter()
@@ -300,4 +307,4 @@ def test_verdicts_with_mock_engines(tmp_path, slower, expected, least):
         engines = MockEngines(recording=even, baseline=even, floor=even, kvbm=kvbm)
         workload = WORKLOAD.model_copy(update={"seed": seed, "schedule": Schedule(interval_s=0.12, pairs=3)})
         found[verdict_of(tmp_path / str(seed), engines, workload)] += 1
-    assert found[expected] >= least, found
+    assert sum(found[one] for one in expected) >= least, found

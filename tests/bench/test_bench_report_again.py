@@ -134,11 +134,11 @@ def test_a_trace_of_the_requests_replays_the_same_bodies_at_the_same_times(tmp_p
 @pytest.mark.parametrize(
     ("last_pair", "noise", "missing"),
     [
-        (4, 3.0, 0),
-        (3, 1.0, 0),  # the interval is tight: pair 4 was not necessary
-        (3, 3.0, 2),
-        (2, 1.0, 4),
-        (1, 1.0, 6),
+        (6, 3.0, 0),
+        (5, 1.0, 0),  # the interval is tight: pair 6 was not necessary
+        (5, 3.0, 2),
+        (4, 1.0, 4),
+        (1, 1.0, 10),
     ],
 )
 def test_pairs_after_a_tight_interval_are_not_missing(tmp_path, last_pair, noise, missing):
@@ -146,16 +146,16 @@ def test_pairs_after_a_tight_interval_are_not_missing(tmp_path, last_pair, noise
         if record.arm == "kvbm" and record.turn == 2 and record.session % 2:
             record.first_token_ms += (noise - 1) * 40
 
-    path = made(tmp_path / "a", workloads=[in_turn(SIX, pairs=4)], change=change)
+    path = made(tmp_path / "a", workloads=[in_turn(SIX, pairs=6)], change=change)
     lines = (path / "runs.jsonl").read_text().splitlines()
     ended = [line for line in lines if json.loads(line)["pair"] <= last_pair]
     (path / "runs.jsonl").write_text("\n".join(ended) + "\n")
-    assert len(planned_runs(Results.read(BenchDirectory.open(path)))) == 9
+    assert len(planned_runs(Results.read(BenchDirectory.open(path)))) == 13
     assert len(missing_in(path)) == missing
 
 
 def test_a_pair_that_has_begun_is_missing_its_other_arm_whatever_the_interval(tmp_path):
-    path = made(tmp_path / "a", workloads=[in_turn(SIX, pairs=4)])  # three pairs are tight
+    path = made(tmp_path / "a", workloads=[in_turn(SIX, pairs=6)])  # five pairs are tight
     lines = (path / "runs.jsonl").read_text().splitlines()
     (path / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     assert missing_in(path) == [json.loads(lines[-1])["run"]]

@@ -230,7 +230,7 @@ def test_an_interruption_between_the_plans_of_two_pairs_loses_no_plan(tmp_path):
 def test_a_poor_server_is_measured_too(tmp_path, options):
     summary, servers = measured(tmp_path, options, options)
     assert summary["cells"][0]["arms"]["s1"]["errors"] == 0, lines_of(tmp_path)[0]["error"]
-    assert summary["verdict"] in ("same", "faster", "slower")
+    assert summary["verdict"] in ("same", "inconclusive", "faster", "slower")
     body = servers[0].bodies[-1]
     assert isinstance(body["prompt"], str) is not options.has_tokenize
     assert len(body["prompt"]) >= WORKLOAD.prompt_tokens(2) - 6  # the whole conversation

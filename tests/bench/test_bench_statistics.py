@@ -120,8 +120,8 @@ def table_rows():
                 f"| {equal['faster'] + equal['slower']:.1%} | {faster['faster']:.1%} |"
             )
     for row in RESULT["early_stop"]:
-        numbers = (row["run_deviation"], row["coverage"], row["mean_runs"], row["false_alarms"])
-        yield "| {:.0%} | {:.1%} | {:.1f} | {:.1%} |".format(*numbers)
+        numbers = (row["run_deviation"], row["coverage"], row["mean_runs"], row["false_alarms"], row["same"])
+        yield "| {:.0%} | {:.1%} | {:.1f} | {:.1%} | {:.1%} |".format(*numbers)
     for percent, least in LEAST_COUNTS.items():
         yield f"| p{percent} | {least} requests | {LEAST_COUNTS_FOR_INTERVAL[percent]} requests |"
 

@@ -84,7 +84,8 @@ def test_verdict(name):
 
 def test_the_verdict_of_several_comparisons_is_the_worst():
     assert worst_of([]) is Verdict.MEASURED
-    assert worst_of([Verdict.SAME, Verdict.FASTER]) is Verdict.FASTER
+    assert worst_of([Verdict.SAME, Verdict.INCONCLUSIVE]) is Verdict.INCONCLUSIVE
+    assert worst_of([Verdict.SAME, Verdict.INCONCLUSIVE, Verdict.FASTER]) is Verdict.FASTER
     assert worst_of([Verdict.FASTER, Verdict.SLOWER]) is Verdict.SLOWER
     assert worst_of([Verdict.SLOWER, Verdict.INVALID]) is Verdict.INVALID
     assert worst_of([Verdict.INVALID, Verdict.WRONG, Verdict.SAME]) is Verdict.WRONG
@@ -98,6 +99,7 @@ def test_exit_codes_are_the_documented_ones():
         "slower": 10,
         "invalid": 11,
         "wrong": 12,
+        "inconclusive": 13,
     }
     assert {verdict for verdict in Verdict if not verdict.is_usable} == {Verdict.WRONG, Verdict.INVALID}
 
@@ -119,4 +121,5 @@ def test_noise_alone_is_hardly_ever_called_faster(users, turns):
 
 def test_slower_by_its_median_is_never_faster():
     found = paired_ratio({1: {user: [(100.0, 110.0), (100.0, 110.0), (3000.0, 100.0)] for user in range(6)}})
-    assert judge(replace(GOOD, ratio=found, reference_ttft_ms=100.0, measured_ttft_ms=110.0)).verdict is Verdict.SAME
+    judgement = judge(replace(GOOD, ratio=found, reference_ttft_ms=100.0, measured_ttft_ms=110.0))
+    assert judgement.verdict is Verdict.INCONCLUSIVE

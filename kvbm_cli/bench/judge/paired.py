@@ -33,7 +33,8 @@ TYPICAL_RUN_DEVIATION = 0.03
 TYPICAL_RUN_FREEDOM = 3
 MARGIN = 0.05
 MARGIN_OF_ONE_RUN = 0.10
-TIGHT_HALF_WIDTH = 0.05
+# A narrow interval around a small difference is within the margin on both sides of 1.
+TIGHT_HALF_WIDTH = MARGIN / 2
 # A percentile is reported from this many values.
 LEAST_COUNTS = {50: 5, 90: 20, 95: 72, 99: 368}
 # Its 95% interval is reported from this many: the smallest n with max(p, 1 - p) ** n <= 0.025. All n values are on one
@@ -141,11 +142,13 @@ class Direction(enum.StrEnum):
     FASTER = "faster"
     SAME = "same"
     SLOWER = "slower"
+    INCONCLUSIVE = "inconclusive"
 
 
 def direction(ratio: PairedRatio, margin: float = MARGIN) -> Direction:
     """Faster or slower if three conditions hold: 1 is outside the interval, the mean is beyond the margin, and the
-    typical request changes in the same direction.
+    typical request changes in the same direction. The same if the whole interval is within the margin on both sides of
+    1. Else the measurement is inconclusive.
 
     With one run, the margin is at least `MARGIN_OF_ONE_RUN`, because runs of equal engines differ.
     """
@@ -154,7 +157,8 @@ def direction(ratio: PairedRatio, margin: float = MARGIN) -> Direction:
         return Direction.FASTER
     if ratio.high < 1 and ratio.ratio < 1 / (1 + least) and ratio.typical < 1:
         return Direction.SLOWER
-    return Direction.SAME
+    is_within = ratio.low >= 1 / (1 + margin) and ratio.high <= 1 + margin
+    return Direction.SAME if is_within else Direction.INCONCLUSIVE
 
 
 def is_tight(ratio: PairedRatio | None, limit: float = TIGHT_HALF_WIDTH) -> bool:

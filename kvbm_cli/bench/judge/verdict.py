@@ -1,11 +1,12 @@
-"""Verdict: computes one of six verdicts from the evidence. Pure; has every threshold and every explanation.
+"""Verdict: computes one of seven verdicts from the evidence. Pure; has every threshold and every explanation.
 
-wrong     kvbm changed an answer or its log-probabilities; no other finding counts       exit 12
-invalid   the run cannot be used: failed requests, a late client, an overloaded engine   exit 11
-slower    the interval of the paired ratio is below 1, and the mean below 1/1.05         exit 10
-faster    the interval is above 1, and the mean above 1.05                               exit 0
-same      neither                                                                        exit 0
-measured  one server without a reference: there is nothing to compare                    exit 0
+wrong         kvbm changed an answer or its log-probabilities; no other finding counts       exit 12
+invalid       the run cannot be used: failed requests, a late client, an overloaded engine   exit 11
+slower        the interval of the paired ratio is below 1, and the mean below 1/1.05         exit 10
+faster        the interval is above 1, and the mean above 1.05                               exit 0
+inconclusive  neither, and the interval reaches beyond 1/1.05 or 1.05                        exit 13
+same          the interval is from 1/1.05 to 1.05 or narrower                                exit 0
+measured      one server without a reference: there is nothing to compare                    exit 0
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class Verdict(enum.StrEnum):
     INVALID = "invalid"
     SLOWER = "slower"
     FASTER = "faster"
+    INCONCLUSIVE = "inconclusive"
     SAME = "same"
     MEASURED = "measured"
 
     @property
     def exit_code(self) -> int:
-        return {Verdict.SLOWER: 10, Verdict.INVALID: 11, Verdict.WRONG: 12}.get(self, 0)
+        codes = {Verdict.SLOWER: 10, Verdict.INVALID: 11, Verdict.WRONG: 12, Verdict.INCONCLUSIVE: 13}
+        return codes.get(self, 0)
 
     @property
     def is_usable(self) -> bool:
@@ -49,7 +52,8 @@ def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class VerdictLimits:
-    """Limits of a valid run. `margin` is the smallest relative difference that counts as faster or slower.
+    """Limits of a valid run. `margin` is the smallest relative difference that counts as faster or slower,
+    and the largest that an interval may hold for the same.
 
     The client's lateness adds to every time to first token, in all arms alike. In nine of ten requests it may reach
     `lateness_share` of the reference's TTFT or `lateness_ms`, whichever is more. A tenth may be later, with a caveat: a
@@ -251,7 +255,7 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
         times, interval = f"{ratio.ratio:.2f} times faster", f"{ratio.low:.2f} to {ratio.high:.2f}"
     else:
         times, interval = f"{ratio.ratio:.2f} times as fast", f"{ratio.low:.2f} to {ratio.high:.2f}"
-    conjunction = "as" if verdict is Verdict.SAME else "than"
+    conjunction = "than" if verdict in (Verdict.SLOWER, Verdict.FASTER) else "as"
     outputs = _outputs_words(evidence)
     medians = ""
     if evidence.measured_ttft_ms is not None and evidence.reference_ttft_ms is not None:

@@ -33,7 +33,8 @@ from kvbm_cli.bench.show.figures import Report
 
 VERDICTS = {
     "faster": "Faster",
-    "same": "No significant difference",
+    "same": "No difference beyond 5%",
+    "inconclusive": "Inconclusive",
     "slower": "Slower",
     "invalid": "Invalid",
     "wrong": "Wrong answers",

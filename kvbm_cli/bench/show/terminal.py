@@ -31,7 +31,11 @@ LONGEST_ARM = 13
 MOST_TURNS = 8
 NUMBER_WIDTHS = (6, 6, 6, 6, 7, 7, 9, 7)
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-COLOURS = {"faster": "green", "same": "yellow", "measured": "yellow", "slower": "red", "invalid": "red", "wrong": "red"}
+COLOURS = {
+    **dict.fromkeys(("inconclusive", "same", "measured"), "yellow"),
+    **dict.fromkeys(("slower", "invalid", "wrong"), "red"),
+    "faster": "green",
+}
 PERCENTS = ("p50", "p90", "p99")
 COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens per core second", "tokens_per_core_s", lambda tokens: f"{tokens:,.0f}"),

@@ -1,8 +1,8 @@
 """Lists why kvbm did not pay, most likely first. A cause is reported only if its numbers are known and beyond a limit.
 
-invalid     the client or the load; why no block was loaded, if the verdict is about that
-same        first what makes the run useless, then what leaves nothing to gain, what lost the blocks, what made the
-slower      loads slow; noise if there is no other cause; without any, one sentence with the main numbers
+invalid       the client or the load; why no block was loaded, if the verdict is about that
+same, slower  first what makes the run useless, then what leaves nothing to gain, what lost the blocks, what made the
+inconclusive  loads slow; noise if there is no other cause; without any, one sentence with the main numbers
 
 The causes here are those that no cache below G1 could have helped, and those in the run itself: the load client, the
 load on the engine, and noise. `tiers` has the causes in the tiers.
@@ -10,9 +10,8 @@ load on the engine, and noise. `tiers` has the causes in the tiers.
 
 from __future__ import annotations
 
-import math
-
 from kvbm_cli.bench.judge.compared import client_of
+from kvbm_cli.bench.judge.paired import is_tight
 from kvbm_cli.bench.judge.verdict import LONGER_TIMES
 from kvbm_cli.bench.result.results import Measurement
 from kvbm_cli.bench.why.facts import ArmFacts, CellFacts, Why, share
@@ -20,7 +19,7 @@ from kvbm_cli.bench.why.tiers import disk_slower, host_slower, kvbm_off, lost_bl
 from kvbm_cli.bench.workload.schema import KINDS
 from kvbm_cli.terminal.quantities import counted, shown_ms
 
-SAME, SLOWER, INVALID = "same", "slower", "invalid"
+SAME, SLOWER, INVALID, INCONCLUSIVE = "same", "slower", "invalid", "inconclusive"
 # The part of the reusable tokens that G1 must have found. It is below 1, because requests that run at the same time
 # cannot reuse each other's blocks, however large G1 is.
 G1_FINDS = 0.9
@@ -31,7 +30,7 @@ COMFORTABLE = 0.5
 
 def why_not(facts: CellFacts) -> list[Why]:
     """Empty if kvbm paid, or if its answers were wrong."""
-    if facts.verdict not in (SAME, SLOWER, INVALID):
+    if facts.verdict not in (SAME, SLOWER, INVALID, INCONCLUSIVE):
         return []
     found = _known(client_limited(facts) or machine_busy(facts), overloaded(facts))
     if any(arm.summary["errors"] for arm in (facts.reference, facts.measured)):
@@ -225,18 +224,18 @@ def _less_load(facts: CellFacts) -> tuple[str, str]:
 
 
 def noisy(facts: CellFacts) -> Why | None:
-    """Return a reason if the interval is wider than the margin, so a gain of the margin could not have been shown; or
-    the mean is beyond the margin, and the verdict does not trust it."""
+    """Return a reason if the interval shows neither a difference of the margin nor that there is none."""
     ratio, margin = facts.ratio, facts.limits.gain
-    if facts.verdict != SAME or ratio is None or ratio.session_count < 2:
-        return None
-    is_wide = ratio.low <= 0 or math.log(ratio.high / ratio.low) / 2 > math.log(1 + margin)
-    if not is_wide and abs(math.log(ratio.ratio)) <= math.log(1 + margin):
+    if facts.verdict != INCONCLUSIVE or ratio is None or ratio.session_count < 2:
         return None
     noise = facts.noise
     own = "" if noise is None else f", and two runs of {facts.reference.name} itself differ by {noise.ratio - 1:.0%}"
+    interval = f"the 95% interval is {ratio.low:.2f} to {ratio.high:.2f}"
+    if is_tight(ratio):
+        text = f"the difference is close to the limit of {margin:.0%}, so more pairs would rarely decide: {interval}"
+        return Why("noise", text, None)
     text = (
-        f"the run cannot show a gain of {margin:.0%}: the 95% interval is {ratio.low:.2f} to {ratio.high:.2f} after "
-        f"{counted(ratio.run_count, 'run')} of each arm{own}; raise `--pairs`, on an idle machine"
+        f"the run cannot show a gain of {margin:.0%}: {interval} after {counted(ratio.run_count, 'run')} of each arm"
+        f"{own}; raise `--pairs`, on an idle machine"
     )
     return Why("noise", text, "--pairs")
