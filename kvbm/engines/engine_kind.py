@@ -36,7 +36,7 @@ class ServerTraits:
     `resets_cache`: a request empties its cache. Otherwise only a restart does.
     `has_metrics`: its `/metrics` has counters, by the source of prompt tokens.
     `has_kvbm_metrics`: its `/metrics` has those of kvbm too. Otherwise kvbm serves them on a port of its own.
-    `shares_device`: engines of several arms can run at the same time.
+    `shares_device`: engines of several arms can run at the same time on one device other than a CPU.
     `token_id_fields`: fields of a request that make it answer with token ids, and with log-probabilities if it has any.
     `variables`: what enables these requests.
     """

@@ -158,6 +158,9 @@ def bench(
         int | None,
         option("--pairs", "N", "How often each arm runs [default: 3 in turn, 1 interleaved].", min=1, max=100),
     ] = None,
+    no_floor: Annotated[
+        bool, flag("--no-floor", "Leave out the arm `floor`, whose engine has room in G1 for everything.")
+    ] = False,
     dry_run: Annotated[
         bool, flag("--dry-run", "Print what would run, how long, and with how much memory; start no engine.")
     ] = False,
@@ -192,6 +195,7 @@ def bench(
         schedule=Overrides(rate, concurrency, duration, pairs, burstiness, endpoint, ramp_to),
         output=output,
         resume=resume,
+        has_floor=not no_floor,
         is_dry_run=dry_run,
         as_json=json,
     )

@@ -158,11 +158,18 @@ BASELINE_OF = f"{BASELINE}:"
 
 
 def comparison_of(
-    profiles: Sequence[str], overrides: Sequence[str], compare: Sequence[str], ca_file: Path | None = None
+    profiles: Sequence[str],
+    overrides: Sequence[str],
+    compare: Sequence[str],
+    ca_file: Path | None = None,
+    *,
+    has_floor: bool = True,
 ) -> Comparison:
     """UsageError or ProfileError for an arm that cannot be resolved or that cannot be compared."""
     compared = tuple(compare) or ((BASELINE,) if profiles else ())
     comparison = _of_profiles(profiles, overrides, compared) if profiles else _of_servers(compared, overrides)
+    if not has_floor:
+        comparison = replace(comparison, floor=None)
     if ca_file is None:
         return comparison
     if not any(arm.url is not None and is_https(arm.url) for arm in comparison.arms):

@@ -18,7 +18,7 @@ from kvbm.errors import KvbmError, UsageError
 from kvbm.text.outside import shown, without_secret_values
 from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
-from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
+from kvbm_cli.bench.engines import ArmEngines, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.bench_serve import BENCH_SERVE, bench_serve_result
 from kvbm_cli.bench.exports.lmbenchmark import csv_files_of
@@ -67,6 +67,7 @@ class BenchRequest:
     schedule: Overrides = field(default_factory=Overrides)
     output: Path | None = None
     resume: Path | None = None
+    has_floor: bool = True
     is_dry_run: bool = False
     as_json: bool = False
 
@@ -92,7 +93,8 @@ class BenchRequest:
             ("--pairs", [schedule.pairs]),
         ]
         given = [(flag, value) for flag, values in options for value in values if value is not None]
-        return ["kvbm", "bench", *(word for flag, value in given for word in (flag, f"{value}"))]
+        words = [word for flag, value in given for word in (flag, f"{value}")]
+        return ["kvbm", "bench", *words, *(() if self.has_floor else ("--no-floor",))]
 
 
 def bench(request: BenchRequest) -> int:
@@ -113,7 +115,9 @@ def bench(request: BenchRequest) -> int:
         raise UsageError("`--price` is for the cost of a benchmark, and `--find-limit` measures none: leave it out")
     prices = None if request.price is None else read_prices(request.price)
     conditions = None if request.find_limit is None else parse_conditions(request.find_limit)
-    comparison = comparison_of(request.profiles, request.overrides, request.compare, request.ca_file)
+    comparison = comparison_of(
+        request.profiles, request.overrides, request.compare, request.ca_file, has_floor=request.has_floor
+    )
     workloads = [request.schedule.applied(one) for one in _workloads(request, comparison)]
     if (sweep := parse_sweep(request.sweep)) is not None:
         workloads = sweep.applied(workloads)
@@ -155,7 +159,7 @@ def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
     print_note(f"starting {arm.name} to read the size of its G1")
     with contextlib.ExitStack() as stack:
         log = Path(stack.enter_context(_temporary_directory()))
-        return stack.enter_context(ArmEngines(comparison)(arm.name, log, NeededRoom(0, 0))).control().g1_tokens()
+        return stack.enter_context(ArmEngines(comparison)(arm.name, log, None)).control().g1_tokens()
 
 
 def _temporary_directory() -> contextlib.AbstractContextManager[str]:

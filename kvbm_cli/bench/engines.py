@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 from kvbm.config.schema import Profile
+from kvbm.config.values import count_of
 from kvbm.engines.engine_kind import ServerTraits
 from kvbm.engines.launch_plan import ADMIN_HEADER
 from kvbm.engines.model_tokenizer import model_tokenizer
 from kvbm.engines.table import kind_of
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm.host.directories import make_private_directories
+from kvbm.sizing.tiers import Sizing
 from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
 from kvbm_cli.bench.load.control import Control, api_key, served_model
@@ -31,6 +33,7 @@ from kvbm_cli.terminal.console import print_note
 LOOPBACK = "127.0.0.1"
 
 HEADROOM = 1.25
+SPARE_BLOCKS = 2  # besides those of the longest sequence, for which an engine refuses to start with a smaller G1
 LOG_FILE, FIRST_LOG_FILE = "engine.log", "first-engine.log"
 
 
@@ -90,39 +93,72 @@ class NeededRoom:
 
 class OpenArm(Protocol):
     """Opens the engine of an arm. `log` is the directory for its output; `room` is what its G1 must hold, in tokens and
-    conversations, for the recording and the floor."""
+    conversations, for the recording and the floor. Without it, they have the G1 of the profile. NoRoom if the engine
+    does not start with a larger one."""
 
-    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]: ...
+    def __call__(self, arm: str, log: Path, room: NeededRoom | None) -> AbstractContextManager[RunningEngine]: ...
+
+
+class NoRoom(EngineError):
+    """The engine did not start with a G1 that holds everything."""
 
 
 class ArmEngines:
-    """Starts the engine of an arm on a free port and stops it when the run ends; opens URLs as they are."""
+    """Starts the engine of an arm on a free port and stops it when the run ends; opens URLs as they are.
+
+    If only the engine knows its G1, the recording starts with that one and reports it: evictions change no answer.
+    """
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
+        self._reported_tokens: int | None = None
 
-    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]:
+    def __call__(self, arm: str, log: Path, room: NeededRoom | None) -> AbstractContextManager[RunningEngine]:
         found = self._arm(arm)
         if found.url is not None:
             return nullcontext(self.open_url(found))
         assert found.resolved is not None
         profile = found.resolved.profile
-        if found.kind == "floor":
-            sizing = size_if_known(found.resolved)
-            profile = with_room(profile, room, group_count=1 if sizing is None else sizing.group_count)
         if found is not self._comparison.measured:
             profile = with_free_metrics_port(profile)
+        if found.kind == "floor" and room is not None:
+            sizing = size_if_known(found.resolved)
+            own = self._reported_tokens if sizing is None or sizing.device is None else sizing.device.token_count
+            if arm == RECORDING and own is None:
+                return self._reporting(profile, log)
+            roomy = with_room(profile, room, sizing=sizing, own_tokens=own)
+            return launched(profile, log, has_kvbm=False) if roomy is profile else _enlarged(roomy, log)
         return launched(profile, log, has_kvbm=found.has_kvbm)
+
+    @contextmanager
+    def _reporting(self, profile: Profile, log: Path) -> Iterator[RunningEngine]:
+        with launched(profile, log, has_kvbm=False) as engine:
+            self._reported_tokens = engine.control().g1_tokens()
+            yield engine
 
     def open_url(self, arm: Arm) -> RunningEngine:
         assert arm.url is not None
         return running_server(arm.url, self._comparison.ca_file)
 
     def _arm(self, name: str) -> Arm:
-        """Return an arm. The recording runs on the floor's engine, or without a profile on the first server."""
-        if name == RECORDING:
-            return self._comparison.floor or self._comparison.arms[0]
-        return self._comparison.arm(name)
+        """Return an arm. The recording runs on the floor's engine, or else on the engine of the profile without kvbm,
+        or without a profile on the first server."""
+        if name != RECORDING:
+            return self._comparison.arm(name)
+        measured = self._comparison.measured
+        if measured.resolved is None:
+            return self._comparison.arms[0]
+        return self._comparison.floor or Arm(RECORDING, "baseline", measured.resolved)
+
+
+@contextmanager
+def _enlarged(profile: Profile, log: Path) -> Iterator[RunningEngine]:
+    with ExitStack() as stack:
+        try:
+            engine = stack.enter_context(launched(profile, log, has_kvbm=False))
+        except EngineError as error:
+            raise NoRoom(error.message, hint=error.hint) from error
+        yield engine
 
 
 @contextmanager
@@ -249,14 +285,23 @@ def with_metrics_server(profile: Profile) -> Profile:
     return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"serve": True, "port": port})})
 
 
-def with_room(profile: Profile, room: NeededRoom, *, group_count: int = 1) -> Profile:
+def with_room(
+    profile: Profile, room: NeededRoom, *, sizing: Sizing | None = None, own_tokens: int | None = None
+) -> Profile:
     """Return the same profile with its prefix cache on and a G1 that holds everything without eviction.
 
-    A token takes at most one block in each of the KV cache groups.
+    The same object if its own G1, which holds `own_tokens`, is enough. A G1 that is set holds the longest sequence,
+    too. A token takes at most one block in each of the KV cache groups.
     """
     kind = kind_of(profile)
-    needed = math.ceil(HEADROOM * room.tokens / kind.block_tokens(profile)) + room.sessions
-    return kind.with_device_blocks(profile, needed * group_count)
+    tokens_of_block = kind.block_tokens(profile) if sizing is None else sizing.block_tokens
+    needed = math.ceil(HEADROOM * room.tokens / tokens_of_block) + room.sessions
+    if own_tokens is not None and needed * tokens_of_block <= own_tokens and kind.has_prefix_caching(profile):
+        return profile
+    arguments = profile.engine.arguments
+    longest = count_of(getattr(arguments, arguments.LENGTH)) or (0 if sizing is None else sizing.sequence_tokens)
+    needed = max(needed, math.ceil(longest / tokens_of_block) + SPARE_BLOCKS)
+    return kind.with_device_blocks(profile, needed * (1 if sizing is None else sizing.group_count))
 
 
 def on_loopback(profile: Profile) -> Profile:

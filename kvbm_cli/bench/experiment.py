@@ -4,7 +4,8 @@ Nothing changes after the plan of a cell is written. Every run starts cold: a ne
 warm-up with a prompt that no measured request contains, then an empty cache. An engine that only a restart empties
 keeps the blocks of the warm-up. Interleaved arms run at the same time, with their launches spread over the interval,
 so that other load on the machine affects all of them. Otherwise one arm runs after the other, in pairs of alternating
-order, until the interval of the ratio is tight or all pairs are done.
+order, until the interval of the ratio is tight or all pairs are done. A floor that does not fit into the device is
+left out; the recording then runs on the engine with its own G1.
 
 All results are in the files of the directory; an experiment that was interrupted continues after the last run there.
 """
@@ -16,19 +17,28 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import RECORDING, ArmGroup
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.engines import NeededRoom, OpenArm, RunningEngine, running_server
+from kvbm_cli.bench.engines import NeededRoom, NoRoom, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.load.drive import DriveResult, drive
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
-from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SERVER_METRICS, BenchDirectory, cell_plan, run_name
+from kvbm_cli.bench.result.directory import (
+    LEFT_OUT,
+    PLAN,
+    REQUESTS,
+    RUNS,
+    SERVER_METRICS,
+    BenchDirectory,
+    cell_plan,
+    run_name,
+)
 from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import SMALLEST_PAIRS, Setup
 from kvbm_cli.bench.workload.plan import PATHS, Plan
@@ -58,9 +68,9 @@ def prepare(
         _require_same(directory.read_json(PLAN), plan, directory)
     else:
         directory.write_json(PLAN, plan)
-    done = directory.forget_unfinished(
-        [_runs_of(cell, group).values() for cell in setup.cells for group in setup.groups(cell)]
-    )
+    left_out = {line["run"] for line in directory.lines(LEFT_OUT)}
+    groups = [_runs_of(cell, group).values() for cell in setup.cells for group in setup.groups(cell)]
+    done = left_out | directory.forget_unfinished([set(group) - left_out for group in groups])
     experiment = PreparedExperiment(setup, engines, directory, progress, done)
     experiment.prepare()
     return experiment
@@ -102,6 +112,7 @@ class PreparedExperiment:
         self._setup, self._engines, self._directory, self._progress = setup, engines, directory, progress
         self._done = done
         self._startup_s: float | None = None
+        self._no_room: tuple[int, NoRoom] | None = None  # tokens that do not fit into G1, and the reason
 
     def prepare(self) -> None:
         self._prepare([cell for cell in self._setup.cells if not self._is_planned(cell)])
@@ -129,7 +140,8 @@ class PreparedExperiment:
                 self._prepare([cell])
             return
         self._progress.phase("preparation: starting the engine")
-        with self._engines(RECORDING, self._directory.run(RECORDING), _room(cells)) as engine:
+        with ExitStack() as stack:
+            engine = self._recording(stack, _room(cells))
             self._startup_s = engine.startup_s
             preparations: dict[str, Preparation] = {}
             for cell in cells:
@@ -140,6 +152,18 @@ class PreparedExperiment:
                 for pair in range(1, self._setup.pairs(cell) + 1):
                     if pair == 1 or not preparation.capabilities.can_reset:
                         self._make_plan(preparation, cell, pair)
+
+    def _recording(self, stack: ExitStack, room: NeededRoom) -> RunningEngine:
+        log = self._directory.run(RECORDING)
+        try:
+            return stack.enter_context(self._engines(RECORDING, log, room))
+        except NoRoom as error:
+            self._lacks_room(room, error)
+            return stack.enter_context(self._engines(RECORDING, log, None))
+
+    def _lacks_room(self, room: NeededRoom, error: NoRoom) -> None:
+        self._no_room = (room.tokens, error)
+        self._progress.phase(_without_floor(error))
 
     def _capabilities(self, engine: RunningEngine, path: str) -> Capabilities:
         """Return what all servers have in common; the first engine is the one that tokenizes."""
@@ -181,9 +205,15 @@ class PreparedExperiment:
         data = self._directory.read_json(own if self._directory.has(own) else cell_plan(group.cell.name))
         plan = Plan.from_json(data)
         with ExitStack() as stack:
-            engines = {
-                name: self._started(stack, name, group, plan, can_reset=data["can_reset"]) for name in group.runs
-            }
+            engines: dict[str, RunningEngine] = {}
+            for name, run in group.runs.items():
+                try:
+                    engines[name] = self._started(stack, name, group, plan, can_reset=data["can_reset"])
+                except NoRoom as error:
+                    self._directory.append(LEFT_OUT, {"run": run, "reason": _without_floor(error)})
+            if not engines:
+                return
+            group = replace(group, runs={name: group.runs[name] for name in engines})
             text = f"{group.place}: {', '.join(engines)}, {len(plan.requests) * len(engines)} requests"
             self._progress.phase(text, expected_s=plan.duration_s)
             result, servers = self._measured(engines, group, plan)
@@ -193,14 +223,20 @@ class PreparedExperiment:
     def _started(
         self, stack: ExitStack, name: str, group: _Measurements, plan: Plan, *, can_reset: bool
     ) -> RunningEngine:
-        """Start the engine of an arm, warm it up, and empty its cache.
+        """Start the engine of an arm, warm it up, and empty its cache. NoRoom if it is a floor that does not fit.
 
         With a shared tier, a first engine answers all requests, and the measured one is the next that starts. Its cache
         is not emptied: that would turn the tier off.
         """
+        room, floor = NeededRoom(plan.total_tokens, plan.session_count), self._setup.comparison.floor
+        if self._no_room is not None and floor is not None and name == floor.name and room.tokens >= self._no_room[0]:
+            raise self._no_room[1]
         self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
-        room = NeededRoom(plan.total_tokens, plan.session_count)
-        engine = stack.enter_context(self._engines(name, self._directory.run(group.runs[name]), room))
+        try:
+            engine = stack.enter_context(self._engines(name, self._directory.run(group.runs[name]), room))
+        except NoRoom as error:
+            self._lacks_room(room, error)
+            raise
         self._startup_s = engine.startup_s
         if engine.next_engine is not None:
             self._progress.phase(f"{group.place}: a first engine of {name} fills the shared tier")
@@ -235,6 +271,11 @@ class PreparedExperiment:
     def _keep_record(self, record: RequestRecord) -> None:
         self._directory.append(REQUESTS, record.to_json())
         self._progress.request_ended(record)
+
+
+def _without_floor(error: NoRoom) -> str:
+    ended, *why = (line.strip().removesuffix(", last lines:") for line in error.message.splitlines()[:2])
+    return "; ".join([f"no floor: with a G1 that holds everything, {ended}", *why])
 
 
 def _room(cells: Sequence[Cell]) -> NeededRoom:

@@ -163,11 +163,19 @@ def _of_profile(setup: Setup) -> Iterator[str]:
 
 def _of_order(setup: Setup) -> Iterator[str]:
     for cell in setup.cells:
-        if cell.schedule.arms == "interleaved" and setup.traits is not None and not setup.traits.shares_device:
+        if cell.schedule.arms == "interleaved" and setup.traits is not None and setup.is_on_gpu:
             yield (
                 f"{cell.name}: arms ran in turn although `schedule.arms` is `interleaved`, because an engine of "
                 f"{setup.traits.title} takes a share of the device memory that is free"
             )
+
+
+def is_on_gpu(comparison: Comparison) -> bool:
+    """Whether each engine that is started takes most of a device that is not a CPU."""
+    if (measured := comparison.measured.resolved) is None:
+        return False
+    kind = kind_of(measured.profile)
+    return not (kind.traits.shares_device or kind.runs_on_cpu(measured.profile))
 
 
 def _of_pressure(cell: Cell) -> Iterator[str]:
@@ -206,13 +214,17 @@ class Setup:
         return None if measured is None else kind_of(measured.profile).traits
 
     @property
+    def is_on_gpu(self) -> bool:
+        return is_on_gpu(self.comparison)
+
+    @property
     def resets_cache(self) -> bool:
         """Whether a request empties the engine of the preparation, as far as it is known."""
         return self.traits is None or self.traits.resets_cache
 
     def interleaved(self, cell: Cell) -> bool:
         """Whether all arms run at the same time. Running servers do."""
-        if self.traits is not None and not self.traits.shares_device:
+        if self.is_on_gpu:
             return False
         return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
 
@@ -257,7 +269,7 @@ def _profile_digest(arm: Arm) -> str:
 
 
 def planned_runs(results: Results) -> list[str]:
-    return [run for cell in results.cells for _, run in _order(cell)]
+    return [run for cell in results.cells for _, run in _order(cell) if run not in results.left_out]
 
 
 def missing_runs(results: Results) -> list[str]:
@@ -266,7 +278,7 @@ def missing_runs(results: Results) -> list[str]:
 
 
 def _missing(results: Results, cell: CellResult) -> list[str]:
-    done = {run.run for run in cell.runs}
+    done = {*results.left_out, *(run.run for run in cell.runs)}
     missing = [(pair, run) for pair, run in _order(cell) if run not in done]
     first = min((pair for pair, _ in missing), default=None)
     if first is not None and first == cell.pairs_done + 1 > SMALLEST_PAIRS and _is_tight(results, cell):

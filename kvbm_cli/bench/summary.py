@@ -17,7 +17,7 @@ from kvbm_cli.bench.judge.paired import spread
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
 from kvbm_cli.bench.result.cost import cost_of, output_tokens, span_s
-from kvbm_cli.bench.result.directory import FORMAT
+from kvbm_cli.bench.result.directory import FORMAT, run_name
 from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results, rounded, sum_if_known
 from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
 from kvbm_cli.bench.why.tiers import small_g2
@@ -180,6 +180,8 @@ def _notes(results: Results, cell: CellResult) -> list[str]:
     found = []
     for run in cell.runs:
         found += [f"{run.run}: {note}" for note in (*run.facts.get("notes", ()), *run.server.get("caveats", ()))]
+    floors = [run_name(cell.name, pair, str(results.plan["floor"])) for pair in range(1, cell.definition["pairs"] + 1)]
+    found += dict.fromkeys(results.left_out[run] for run in floors if run in results.left_out)
     if cell.plan is None:
         found.append("histories are live answers, so the arms may have sent different prompts after the first turn")
     are_launched = all(arm["kind"] != "url" for arm in results.arms.values())

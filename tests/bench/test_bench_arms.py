@@ -1,6 +1,8 @@
 """Engines of the arms: which profile, which port, which room, and a disk tier of their own."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import obstore
@@ -94,16 +96,56 @@ def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
     assert tight.engine.arguments.num_blocks == 100
 
 
+def own_blocks(*overrides):
+    model = "engine.model=synthetic:tiny"
+    return comparison_of(("vllm-cpu-demo",), [model, "engine.environment.VLLM_CPU_KVCACHE_SPACE=1", *overrides], [])
+
+
+def blocks_of(engines, arm, directory, monkeypatch, room):
+    """The blocks that the engine of an arm is started with."""
+    started = []
+    with monkeypatch.context() as patch:
+        patch.setattr(arms, "launched", lambda profile, log, *, has_kvbm: started.append(profile) or nullcontext())
+        with engines(arm, directory, room):
+            pass
+    return started[0].engine.arguments.num_gpu_blocks_override
+
+
 def test_the_floor_has_room_in_each_group_of_a_hybrid_model(monkeypatch, tmp_path):
     """Every 256 tokens take a block of attention, and may take one of each of the three state groups."""
-    started = []
-    monkeypatch.setattr(arms, "launched", lambda profile, log, *, has_kvbm: started.append(profile))
     on_cpu = ["engine.environment.VLLM_CPU_KVCACHE_SPACE=1"]
     engines = ArmEngines(comparison_of(("vllm-hybrid-cpu-demo",), on_cpu, []))
-    for name in ("baseline", "floor"):
-        engines(name, tmp_path, NeededRoom(8320, 5))
-    blocks = [profile.engine.arguments.num_gpu_blocks_override for profile in started]
+    room = NeededRoom(8320, 5)
+    blocks = [blocks_of(engines, name, tmp_path, monkeypatch, room) for name in ("baseline", "floor")]
     assert blocks == [34, 4 * (41 + 5) + 1]
+
+
+@pytest.mark.parametrize("length", [32768, None])
+def test_a_floor_whose_own_g1_is_not_known_holds_the_longest_sequence(monkeypatch, tmp_path, length):
+    """vLLM refuses to start with fewer blocks than a sequence takes, of which the model has 32,768 tokens."""
+    overrides = ["engine.model=synthetic:vllm-25m", "engine.arguments.block_size=16", "tiers.host.capacity=1GiB"]
+    overrides += ["engine.python=null", f"engine.arguments.max_model_len={length or 'null'}"]
+    engines = ArmEngines(comparison_of(("vllm",), overrides, []))
+    assert blocks_of(engines, "recording", tmp_path, monkeypatch, None) is None
+    assert blocks_of(engines, "floor", tmp_path, monkeypatch, NeededRoom(2000, 1)) == 2048 + 2 + 1
+    assert blocks_of(engines, "floor", tmp_path, monkeypatch, NeededRoom(32_000, 1)) == 2500 + 1 + 1
+
+
+def test_an_engine_with_enough_room_gets_no_override(monkeypatch, tmp_path):
+    compared = own_blocks("engine.arguments.num_gpu_blocks_override=100")
+    for arm in ("floor", "recording"):
+        assert blocks_of(ArmEngines(compared), arm, tmp_path, monkeypatch, NeededRoom(9000, 5)) == 100
+        assert blocks_of(ArmEngines(compared), arm, tmp_path, monkeypatch, None) == 100
+
+
+def test_without_a_floor_the_recording_has_the_engine_without_kvbm_as_it_is(monkeypatch, tmp_path):
+    compared = replace(own_blocks("engine.arguments.num_gpu_blocks_override=20"), floor=None)
+    assert [arm.name for arm in compared.arms] == ["baseline", "kvbm"]
+    assert blocks_of(ArmEngines(compared), "recording", tmp_path, monkeypatch, NeededRoom(90_000, 5)) == 20
+
+
+def test_no_floor_is_an_option():
+    assert comparison_of(("demo",), (), (), has_floor=False).floor is None
 
 
 def test_engines_of_a_public_profile_listen_on_this_machine_only(monkeypatch, tmp_path):

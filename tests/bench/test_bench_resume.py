@@ -24,7 +24,7 @@ from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.engines import NeededRoom
+from kvbm_cli.bench.engines import NeededRoom, NoRoom
 from kvbm_cli.bench.experiment import _require_same, run_experiment
 from kvbm_cli.bench.result.directory import BenchDirectory
 
@@ -73,6 +73,36 @@ def test_an_interruption_before_any_run_loses_nothing(tmp_path, capsys, at):
     assert (tmp_path / "run" / "requests.jsonl").read_text().startswith(kept)
     assert len(engines.started) == 1 + RUNS - at if at else 1 + RUNS
     assert ("recording" in engines.started) == (at == 0)
+
+
+class WithoutRoom(MockEngines):
+    """An engine that does not start with a G1 that holds everything."""
+
+    def __call__(self, arm: str, log: Path, room: NeededRoom | None):
+        if room is not None and arm in ("recording", "floor"):
+            self.started.append(f"no {arm}")
+            raise NoRoom("out of memory\n  out of GPU memory\n  and more of its log")
+        return super().__call__(arm, log, room)
+
+
+@pytest.mark.parametrize("workload", [PAIRS, WORKLOAD])
+def test_a_floor_without_room_is_left_out_with_a_note(tmp_path, capsys, workload):
+    engines = WithoutRoom()
+    assert measure(tmp_path, engines, workload) in (0, 10, 13)
+    assert engines.started[:2] == ["no recording", "recording"]
+    assert "no floor" not in engines.started  # its room does not exceed what the recording lacked
+    assert "no floor: with a G1 that holds everything, out of memory; out of GPU memory\n" in capsys.readouterr().err
+    summary = summary_of(tmp_path)
+    (cell,) = summary["cells"]
+    assert list(cell["arms"]) == ["baseline", "kvbm"]
+    assert "no floor: with a G1 that holds everything, out of memory; out of GPU memory" in cell["caveats"]
+    assert summary["complete"] is True
+    assert summary["share_of_possible_gain"] is None
+    again = MockEngines()
+    assert measure(tmp_path, again, workload, resume=True) in (0, 10, 13)
+    assert again.started == []
+    assert command.report(tmp_path / "run", as_json=True) in (0, 10, 13)
+    assert summary_of(tmp_path)["complete"] is True
 
 
 class InterruptedRequests(SilentProgress):

@@ -94,6 +94,22 @@ MUTANTS = (
         fails="tests/bench/test_bench_scripts.py -k subagent",
     ),
     Mutant(
+        name="bench-floor-is-too-small-for-the-longest-sequence",
+        bug="The floor gets fewer blocks than a sequence of `max_model_len` takes, and vLLM refuses to start.",
+        file="kvbm_cli/bench/engines.py",
+        old="    needed = max(needed, math.ceil(longest / tokens_of_block) + SPARE_BLOCKS)\n",
+        new="",
+        fails="tests/bench/test_bench_arms.py -k holds_the_longest",
+    ),
+    Mutant(
+        name="bench-wide-interval-is-the-same",
+        bug="A comparison that shows nothing is reported as no difference.",
+        file="kvbm_cli/bench/judge/paired.py",
+        old="return Direction.SAME if is_within else Direction.INCONCLUSIVE",
+        new="return Direction.SAME",
+        fails="tests/bench/test_bench_paired.py -k direction",
+    ),
+    Mutant(
         name="bench-failed-requests-are-left-out",
         bug="A run with failed requests is valid.",
         file="kvbm_cli/bench/judge/verdict.py",

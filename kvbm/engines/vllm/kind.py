@@ -80,7 +80,7 @@ class VllmKind(EngineKind):
     tested = f"tested with {shown(RUN)}"
     is_known = staticmethod(versions.is_known)
     supported = shown(CONTRACT_TESTED)
-    traits = ServerTraits("vLLM", variables={DEV_MODE: "1"})  # which can reset
+    traits = ServerTraits("vLLM", shares_device=False, variables={DEV_MODE: "1"})  # which can reset
 
     def imported(self, profile: Profile) -> list[str]:
         return [CONNECTOR_MODULE]

@@ -33,6 +33,7 @@ FORMAT = 2  # of plan.json and summary.json
 RUN_FIELDS = {"run": str, "arm": str, "cell": str, "pair": int, "client": dict, "server": dict}
 REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
 LIMIT, PROBES = "limit.json", "probes.jsonl"
+LEFT_OUT = "left-out.jsonl"  # one line per run that was not made, with the reason
 SERVER_METRICS = "server-metrics.jsonl"  # of a run
 LOCK = ".lock"
 HEAD_BYTES = 64 << 10

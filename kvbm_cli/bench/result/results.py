@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.result.directory import FORMAT, PLAN, REQUESTS, BenchDirectory, cell_plan
+from kvbm_cli.bench.result.directory import FORMAT, LEFT_OUT, PLAN, REQUESTS, BenchDirectory, cell_plan
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
 
@@ -214,10 +214,11 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """`plan` is the content of plan.json."""
+    """`plan` is the content of plan.json. `left_out` has the reasons for runs of the plan that were not made."""
 
     plan: Mapping[str, Any]
     cells: tuple[CellResult, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def arms(self) -> Mapping[str, Any]:
@@ -243,7 +244,7 @@ class Results:
             cells = tuple(_cell(directory, one, runs, records) for one in plan["cells"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{directory.path} is damaged: {type(error).__name__}: {error}") from None
-        return cls(plan, cells)
+        return cls(plan, cells, {line["run"]: line["reason"] for line in directory.lines(LEFT_OUT)})
 
 
 def _cell(
