@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from kvbm.config.document import together
 from kvbm.config.files import require_file
 from kvbm.config.layers import find
-from kvbm.errors import ProfileError, UsageError
+from kvbm.errors import KvbmError, ProfileError, UsageError
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
 from kvbm_cli.profile.machine_problems import problems_here, require_none
-from kvbm_cli.profile.preflight import check
+from kvbm_cli.profile.preflight import check, examine_here
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.system.tls import is_https, tls_context
 
@@ -47,6 +48,9 @@ RANKS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("tp_size", "pp_size", "dp_size"),
 )
+
+# Keys whose values may be right on another machine.
+OF_MACHINE = ("engine.model", "engine.python", "server.host", "metrics.host", "tiers.disk.directory")
 
 ArmKind = Literal["kvbm", "baseline", "profile", "floor", "url"]
 _URL = re.compile(r"(?:(?P<name>[A-Za-z0-9_-]{1,40})=)?(?P<url>https?://.*)")
@@ -298,6 +302,22 @@ def require_startable(comparison: Comparison) -> None:
         has_cache = id(profile) in with_kvbm
         sizing = check(profile, has_cache=has_cache)
         require_none(problems_here(_on_free_port(profile), sizing, has_cache=has_cache))
+
+
+def lacking_here(comparison: Comparison) -> list[str]:
+    """Return what a run would lack on this machine, each in one line. ProfileError for any other mistake."""
+    with_kvbm = {id(arm.resolved) for arm in comparison.arms if arm.has_kvbm}
+    found: list[KvbmError] = []
+    for profile in profiles_of(comparison):
+        has_cache = id(profile) in with_kvbm
+        sizing, mistakes = examine_here(profile, has_cache=has_cache)
+        of_machine = [one for one in mistakes if getattr(one, "key", None) in OF_MACHINE]
+        if len(of_machine) < len(mistakes):
+            raise together([one for one in mistakes if one not in of_machine])
+        found += of_machine
+        if sizing is not None:
+            found += [one.error for one in problems_here(_on_free_port(profile), sizing, has_cache=has_cache)]
+    return list(dict.fromkeys(f"not on this machine: {error.message.splitlines()[0]}" for error in found))
 
 
 def profiles_of(comparison: Comparison) -> list[ResolvedProfile]:

@@ -16,7 +16,7 @@ from typing import Any
 from kvbm.engines.table import engine_version, make_model
 from kvbm.errors import KvbmError, UsageError
 from kvbm.text.outside import shown, without_secret_values
-from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_startable
+from kvbm_cli.bench.arms import Comparison, comparison_of, lacking_here, profiles_of, require_startable
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
@@ -31,7 +31,7 @@ from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.cost import read_prices
 from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, cannot_write
 from kvbm_cli.bench.result.results import Results
-from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
+from kvbm_cli.bench.setup import ASSUMED_G1_TOKENS, Setup, caveats_of, missing_runs, planned_runs, show_plan
 from kvbm_cli.bench.show.limit_page import build_limit_report
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
@@ -123,14 +123,20 @@ def bench(request: BenchRequest) -> int:
         workloads = sweep.applied(workloads)
     for warning in [one for workload in workloads for one in warnings_of(workload)]:
         show_warning(warning)
-    require_startable(comparison)
+    notes = lacking_here(comparison) if request.is_dry_run else []
+    if not request.is_dry_run:
+        require_startable(comparison)
     pressures = parse_pressures(request.pressure)
-    cells = cells_of(workloads, pressures, _g1_tokens(comparison, must_know=bool(pressures and not request.is_dry_run)))
-    setup = _setup(comparison, cells)
+    g1_tokens = _g1_tokens(comparison, must_know=bool(pressures and not request.is_dry_run))
+    is_assumed = request.is_dry_run and bool(pressures) and g1_tokens is None and not comparison.is_of_urls
+    if is_assumed:
+        g1_tokens = ASSUMED_G1_TOKENS
+        notes.append(f"the plan assumes that G1 holds {g1_tokens:,} tokens; the first engine reports it when it starts")
+    setup = _setup(comparison, cells_of(workloads, pressures, g1_tokens))
     if conditions is not None:
         require_searchable(setup)
     if request.is_dry_run:
-        return show_plan(setup, as_json=request.as_json)
+        return show_plan(setup, as_json=request.as_json, first_starts=int(is_assumed), notes=notes)
     for resolved in profiles_of(comparison):
         make_model(resolved.profile, say=print_note)
     directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)

@@ -178,7 +178,7 @@ class Preparation:
 
     def plan(self, cell: Cell, script: Script, on_record: OnRecord) -> Plan:
         """Record, calibrate, and fix all launch times."""
-        answers, cold = self._record(script, cell, on_record) if _repeats_answers(script) else ((), ())
+        answers, cold = self._record(script, cell, on_record) if repeats_answers(script) else ((), ())
         launches = self._launches(cell, script, cold)
         return Plan.make(
             script,
@@ -261,7 +261,8 @@ class Preparation:
         return RecordedAnswer(token_ids, tuple(record.logprobs), record.text)
 
 
-def _repeats_answers(script: Script) -> bool:
+def repeats_answers(script: Script) -> bool:
+    """Whether a prompt holds an answer, which must be recorded first."""
     return any(isinstance(part, AnswerOf) for request in script.requests for part in request.parts)
 
 

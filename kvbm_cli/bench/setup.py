@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +13,14 @@ from kvbm.config.sizes import format_size
 from kvbm.engines.engine_kind import ServerTraits
 from kvbm.engines.table import engine_version, kind_of
 from kvbm_cli.bench.arms import DEFAULT_PAIRS, Arm, ArmGroup, Comparison, groups
-from kvbm_cli.bench.cells import Cell, known_launches, script_of
+from kvbm_cli.bench.cells import Cell, known_launches, script_of, timed_launches
 from kvbm_cli.bench.engines import HEADROOM
 from kvbm_cli.bench.judge.compared import is_cell_tight
+from kvbm_cli.bench.preparation import SMALLEST_INTERVAL_S, repeats_answers
 from kvbm_cli.bench.result.directory import FORMAT, run_name
 from kvbm_cli.bench.result.results import CellResult, Results
 from kvbm_cli.bench.workload.plan import Dialect, Plan
-from kvbm_cli.bench.workload.script import LengthWriter, with_canned_answers
+from kvbm_cli.bench.workload.script import LengthWriter, Script, with_canned_answers
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.machine import load_average, usable_cpu_count, versions
 from kvbm_cli.terminal.printable import printable
@@ -28,11 +29,30 @@ from kvbm_cli.terminal.quantities import duration
 SMALLEST_PAIRS = 2
 SESSIONS = ("users", "agents")
 
-TYPICAL_START_S = 20.0
+ASSUMED_G1_TOKENS = 400_000  # of a model with 8 billion parameters on a GPU of 80 GB, about
 
 
-def show_plan(setup: Setup, *, as_json: bool) -> int:
-    plan = plan_of(setup)
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a plan assumes of an engine: the time of a start, and tokens per second."""
+
+    start_s: float
+    prompt_tokens: float
+    answer_tokens: float
+
+    def seconds(self, script: Script, *, at_once: int = 1) -> float:
+        """Time to answer all requests without a cache."""
+        prompts = sum(request.prompt_token_count for request in script.requests)
+        answers = sum(request.answer_tokens or 0 for request in script.requests)
+        return prompts / self.prompt_tokens + answers / self.answer_tokens / at_once
+
+
+ON_CPU, ON_GPU = Speed(20.0, 2_000, 50), Speed(90.0, 10_000, 100)
+
+
+def show_plan(setup: Setup, *, as_json: bool, first_starts: int = 0, notes: Sequence[str] = ()) -> int:
+    """Print the plan of a benchmark. `first_starts` is the number of engines before those of the plan."""
+    plan = plan_of(setup, first_starts=first_starts, notes=notes)
     if as_json:
         print(json.dumps(plan, indent=2))
         return 0
@@ -46,28 +66,33 @@ def show_plan(setup: Setup, *, as_json: bool) -> int:
         print(f"  requests       {_requests(cell)}")
         print(f"  working set    {_tokens(cell['working_set_tokens'])}; G1 holds {_tokens(cell['g1_tokens'])}")
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
-        print(f"  duration       {_duration(cell['duration_s'])}")
+        print(f"  duration       about {duration(cell['duration_s'])}")
     at_once = plan["memory_bytes_at_once"]
     memory = _memory(at_once) + (" at once" if at_once is not None else "")
     print(f"\nin total: {plan['starts']} engine starts, {memory}")
-    print(f"duration: {_duration(plan['duration_s'])}")
+    print(f"duration: about {duration(plan['duration_s'])}")
+    for note in plan["notes"]:
+        print(printable(f"note: {note}"))
     return 0
 
 
-def plan_of(setup: Setup) -> dict[str, Any]:
-    """`duration_s` is an estimate; `None` if the interval is measured first, or the requests wait for answers."""
+def plan_of(setup: Setup, *, first_starts: int = 0, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """`duration_s` is an estimate. `notes` say what it assumes."""
+    speed = ON_GPU if setup.is_on_gpu else ON_CPU
     content = setup.to_json()
     running = {arm.name for arm in setup.comparison.arms if arm.url is not None}
-    starts = 0 if setup.comparison.is_of_urls else 1 if setup.resets_cache else len(setup.cells)
+    starts = first_starts
+    starts += 0 if setup.comparison.is_of_urls else 1 if setup.resets_cache else len(setup.cells)
+    duration_s, is_assumed = speed.start_s * starts, False
     for cell, described in zip(setup.cells, content["cells"], strict=True):
         runs = [name for group in setup.groups(cell) for name in group.arms]
         cell_starts = len([name for name in runs if name not in running])
         starts += cell_starts
-        outline = CellOutline.of(cell)
+        outline = CellOutline.of(cell, speed)
         described |= asdict(outline)
-        if outline.duration_s is not None:
-            described["duration_s"] = outline.duration_s * len(described["order"]) + TYPICAL_START_S * cell_starts
-    durations = [cell["duration_s"] for cell in content["cells"]]
+        described["duration_s"] = outline.duration_s * len(described["order"]) + speed.start_s * cell_starts
+        duration_s += described["duration_s"] + outline.recording_s
+        is_assumed |= outline.is_assumed
     working_set = max((cell["working_set_tokens"] for cell in content["cells"]), default=0)
     memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
     groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
@@ -76,33 +101,53 @@ def plan_of(setup: Setup) -> dict[str, Any]:
         **content,
         "arms": {name: {**arm, "memory_bytes": memory[name]} for name, arm in content["arms"].items()},
         "starts": starts,
-        "duration_s": None if None in durations else sum(durations),
+        "duration_s": duration_s,
         "memory_bytes_at_once": None if None in memory.values() else at_once,
+        "notes": [*notes, *([_assumption(speed)] if is_assumed else [])],
     }
+
+
+def _assumption(speed: Speed) -> str:
+    return (
+        f"the duration assumes {speed.prompt_tokens:,.0f} prompt tokens per second; the preparation measures them, and "
+        "`--duration` limits a run"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CellOutline:
-    """What a run of a cell sends, without an engine; `None` if it is not known. `most_requests` includes requests that
-    the end of the duration leaves out."""
+    """What a run of a cell sends, without an engine. `requests` is `None` if it is not known; `most_requests` includes
+    those that the end of the duration leaves out. `is_assumed`: `duration_s` depends on the speed of the engine.
+    `recording_s` is the time of the preparation."""
 
     requests: int | None
     most_requests: int
-    duration_s: float | None
+    duration_s: float
     working_set_tokens: int
+    is_assumed: bool
+    recording_s: float
 
     @classmethod
-    def of(cls, cell: Cell) -> CellOutline:
+    def of(cls, cell: Cell, speed: Speed) -> CellOutline:
         writer = LengthWriter()
         script = script_of(cell.workload, writer, seed=cell.workload.seed)
         whole = with_canned_answers(script, lambda tokens: writer.content(random.Random(0), tokens))
-        launches = known_launches(cell, script)
-        duration_s, count, tokens = cell.schedule.duration_s, len(script.requests), script.working_set_tokens
-        if launches is None:
-            return cls(None if duration_s else count, count, duration_s, tokens)
+        known = known_launches(cell, script)
+        schedule, count, tokens = cell.schedule, len(script.requests), script.working_set_tokens
+        alone_s = speed.seconds(whole)
+        interval_s = alone_s / count / schedule.target_utilisation
+        launches = known or timed_launches(cell, max(SMALLEST_INTERVAL_S, interval_s))
         plan = Plan.make(whole, launches, Dialect(""), request_timeout_s=cell.workload.request_timeout_s)
-        most = len(plan.requests)
-        return cls(None if plan.is_closed_loop and duration_s else most, most, plan.duration_s, tokens)
+        most = count if known is None else len(plan.requests)
+        duration_s = plan.duration_s
+        is_assumed = known is None or duration_s is None
+        if duration_s is None:
+            at_once = min(launches.concurrency or count, count)
+            duration_s = speed.seconds(whole, at_once=at_once) + count / at_once * launches.think_s
+        is_cut = schedule.duration_s is not None and (known is None or plan.is_closed_loop)
+        return cls(
+            None if is_cut else most, most, duration_s, tokens, is_assumed, alone_s if repeats_answers(script) else 0.0
+        )
 
 
 def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
@@ -130,12 +175,6 @@ def _requests(cell: dict[str, Any]) -> str:
 
 def _tokens(count: int | None) -> str:
     return "an unknown number of tokens" if count is None else f"{count:,} tokens"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "known after the preparation; `--duration` limits it"
-    return f"about {duration(seconds)}"
 
 
 def caveats_of(setup: Setup) -> list[str]:

@@ -192,24 +192,28 @@ TRACE = [LINE, {**LINE, "timestamp": 9000}, {**LINE, "timestamp": 60_000, "hash_
 TURN = {"input_length": 300, "output_length": 7, "session_id": "a"}
 TURNS = [TURN, *[{**TURN, "delay": 5}] * 2]
 START_S = 3 * 20.0
+PROMPTS_S, ANSWERS_S = 2754 / 2000, 36 / 50  # of ITSELF at the speed that a plan assumes on a CPU
+ALONE_S = PROMPTS_S + ANSWERS_S
+HALF_BUSY_S = pytest.approx(3 * 2 * ALONE_S + START_S)
 RAMP_S = pytest.approx(3 * (13 / 2 + 1 / 3) + START_S)
 
 
 @pytest.mark.parametrize(
     ("content", "lines", "schedule", "expected"),
     [
-        (ITSELF, (), {}, (6, 6, None, 1364)),
+        (ITSELF, (), {}, (6, 6, HALF_BUSY_S, 1364)),
         (ITSELF, (), {"rate": 2.0}, (6, 6, 3 * 6 * 0.5 + START_S, 1364)),
-        (ITSELF, (), {"duration_s": 30.0}, (None, 6, 3 * 30.0 + START_S, 1364)),
-        (ITSELF, (), {"concurrency": 2}, (6, 6, None, 1364)),
+        (ITSELF, (), {"duration_s": 30.0}, (None, 6, HALF_BUSY_S, 1364)),
+        (ITSELF, (), {"duration_s": 1.0}, (None, 6, pytest.approx(3 * 2 * ALONE_S / 6 * 2 + START_S), 1364)),
+        (ITSELF, (), {"concurrency": 2}, (6, 6, pytest.approx(3 * (PROMPTS_S + ANSWERS_S / 2) + START_S), 1364)),
         (ITSELF, (), {"rate": 2.0, "pairs": 2}, (6, 6, 5 * (6 * 0.5 + 20.0), 1364)),
-        (AGENTS, (), {}, (14, 14, None, 171)),  # per agent 4 steps and one subagent of 3
+        (AGENTS, (), {}, (14, 14, pytest.approx(76.935, rel=1e-3), 171)),  # per agent 4 steps and one subagent of 3
         (AGENTS, (), {"concurrency": 2, "duration_s": 30.0}, (None, 14, 3 * 30.0 + START_S, 171)),
         (AGENTS, (), {"rate": 2.0, "duration_s": 3.0}, (6, 6, 3 * 3.0 + START_S, 171)),
         (AGENTS, (), {"rate": 1.0, "ramp_to": 3.0}, (14, 14, RAMP_S, 171)),
         (OF_A_FILE, TRACE, {}, (3, 3, 3 * 60.0 + START_S, 600)),
         ({**OF_A_FILE, "time_scale": 2}, TRACE, {"duration_s": 100.0}, (2, 2, 3 * 18.0 + START_S, 600)),
-        (OF_A_FILE, TURNS, {"concurrency": 1}, (3, 3, None, 914)),
+        (OF_A_FILE, TURNS, {"concurrency": 1}, (3, 3, pytest.approx(63.99, rel=1e-3), 914)),
     ],
 )
 def test_a_dry_run_has_the_requests_the_duration_and_the_working_set(
