@@ -99,7 +99,13 @@ def bench(
         ),
     ] = None,
     pressure: Annotated[
-        Text, option("--pressure", "X,Y,...", "Scale the working set to these multiples of G1, such as `0.8,1.2,2,4`.")
+        Text,
+        option(
+            "--pressure",
+            "X,Y,...|auto|none",
+            "Scale the working set to these multiples of G1, such as `0.8,1.2,2,4`; `auto` is 2; `none` keeps the size "
+            "of the workload [default: auto on a GPU, else none].",
+        ),
     ] = None,
     find_limit: Annotated[
         Text,

@@ -134,23 +134,45 @@ class Cell:
         }
 
 
-def parse_pressures(text: str | None) -> tuple[float, ...]:
-    """Such as `0.8,1.2,2`. UsageError for anything else."""
+AUTO, OWN_SIZE = "auto", "none"
+AUTO_PRESSURE = 2.0  # more than G1 holds, so that G1 alone must compute prompts again
+
+
+@dataclass(frozen=True, slots=True)
+class Pressures:
+    """What `--pressure` says. None of them: every workload has its own size. `is_auto`: a workload that cannot be
+    scaled, or that has no G1 to compare with, keeps it."""
+
+    values: tuple[float, ...] = ()
+    is_auto: bool = False
+
+    def scales(self, workloads: Iterable[Workload]) -> bool:
+        """Whether the size of G1 decides the size of a workload."""
+        return bool(self.values) and (not self.is_auto or any(one.scale_key is not None for one in workloads))
+
+
+def parse_pressures(text: str | None, *, is_on_gpu: bool = False) -> Pressures:
+    """Such as `0.8,1.2,2`, `auto` or `none`. UsageError for anything else."""
     if text is None:
-        return ()
+        text = AUTO if is_on_gpu else OWN_SIZE
+    if text in (AUTO, OWN_SIZE):
+        return Pressures((AUTO_PRESSURE,), is_auto=True) if text == AUTO else Pressures()
     values = _numbers(text)
     if not values or not all(0 < value <= 1000 for value in values) or len(set(values)) < len(values):
-        raise UsageError(f"--pressure takes different numbers above 0, such as `0.8,1.2,2,4`, not `{text}`")
-    return values
+        raise UsageError(
+            "--pressure takes different numbers above 0, such as `0.8,1.2,2,4`, or `auto` or `none`, not "
+            f"`{shown(text)}`"
+        )
+    return Pressures(values)
 
 
-def cells_of(workloads: Sequence[Workload], pressures: Sequence[float], g1_tokens: int | None) -> tuple[Cell, ...]:
+def cells_of(workloads: Sequence[Workload], pressures: Pressures, g1_tokens: int | None) -> tuple[Cell, ...]:
     """UsageError if two workloads have one name, or if a workload has no working set to scale."""
     names = [workload.name for workload in workloads]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two workloads are named `{name}`", hint="give one of them another `name`")
-    if not pressures:
+    if not pressures.values:
         return tuple(Cell(workload.name, workload, None, g1_tokens) for workload in workloads)
     cells = tuple(_under_pressure(workloads, pressures, g1_tokens))
     for name, count in Counter(cell.name for cell in cells).items():
@@ -159,19 +181,23 @@ def cells_of(workloads: Sequence[Workload], pressures: Sequence[float], g1_token
     return cells
 
 
-def _under_pressure(workloads: Sequence[Workload], pressures: Sequence[float], g1_tokens: int | None) -> Iterable[Cell]:
-    if g1_tokens is None:
+def _under_pressure(workloads: Sequence[Workload], pressures: Pressures, g1_tokens: int | None) -> Iterable[Cell]:
+    if g1_tokens is None and not pressures.is_auto:
         raise UsageError(
             "--pressure requires the size of G1, and the engine does not report it",
             hint="remove `--pressure`, and set the size of the workload instead",
         )
     for workload in workloads:
+        if pressures.is_auto and (g1_tokens is None or workload.scale_key is None):
+            yield Cell(workload.name, workload, None, g1_tokens)
+            continue
+        assert g1_tokens is not None
         if workload.scale_key is None:
             raise UsageError(
                 f"--pressure cannot scale `{workload.name}`: its kind has a fixed working set",
                 hint="measure it without `--pressure`",
             )
-        for pressure in pressures:
+        for pressure in pressures.values:
             scaled = workload.scaled(round(pressure * g1_tokens))
             yield Cell(f"{workload.name}-x{pressure:g}", scaled, pressure, g1_tokens)
 

@@ -31,7 +31,15 @@ from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.cost import read_prices
 from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, cannot_write
 from kvbm_cli.bench.result.results import Results
-from kvbm_cli.bench.setup import ASSUMED_G1_TOKENS, Setup, caveats_of, missing_runs, planned_runs, show_plan
+from kvbm_cli.bench.setup import (
+    ASSUMED_G1_TOKENS,
+    Setup,
+    caveats_of,
+    is_on_gpu,
+    missing_runs,
+    planned_runs,
+    show_plan,
+)
 from kvbm_cli.bench.show.limit_page import build_limit_report
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
@@ -126,12 +134,16 @@ def bench(request: BenchRequest) -> int:
     notes = lacking_here(comparison) if request.is_dry_run else []
     if not request.is_dry_run:
         require_startable(comparison)
-    pressures = parse_pressures(request.pressure)
-    g1_tokens = _g1_tokens(comparison, must_know=bool(pressures and not request.is_dry_run))
-    is_assumed = request.is_dry_run and bool(pressures) and g1_tokens is None and not comparison.is_of_urls
+    pressures = parse_pressures(request.pressure, is_on_gpu=is_on_gpu(comparison))
+    scales = pressures.scales(workloads)
+    g1_tokens = _planned_g1(request.resume) if request.resume is not None else None
+    g1_tokens = g1_tokens or _g1_tokens(comparison, must_know=scales and not request.is_dry_run)
+    is_assumed = request.is_dry_run and scales and g1_tokens is None and not comparison.is_of_urls
     if is_assumed:
         g1_tokens = ASSUMED_G1_TOKENS
         notes.append(f"the plan assumes that G1 holds {g1_tokens:,} tokens; the first engine reports it when it starts")
+    elif scales and g1_tokens is None and pressures.is_auto:
+        print_note("the engine does not report the size of G1, so the workload keeps its own size")
     setup = _setup(comparison, cells_of(workloads, pressures, g1_tokens))
     if conditions is not None:
         require_searchable(setup)
@@ -149,6 +161,12 @@ def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
     measured = comparison.measured.resolved
     named = measured.profile.bench.workload if measured else None
     return [load_workload(one) for one in request.workloads or (named or DEFAULT_WORKLOAD,)]
+
+
+def _planned_g1(directory: Path) -> int | None:
+    """Return what the interrupted benchmark planned with: the next start may report a few blocks more."""
+    cells = Results.read(BenchDirectory.open(directory)).cells
+    return next((cell.definition.get("g1_tokens") for cell in cells), None)
 
 
 def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:

@@ -5,8 +5,9 @@ import re
 import pytest
 from bench_rig import WORKLOAD, comparison
 
+from kvbm.errors import UsageError
 from kvbm_cli.bench.arms import ArmGroup, comparison_of, free_name, groups, profiles_of
-from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
+from kvbm_cli.bench.cells import Cell, Overrides, Pressures, cells_of, parse_pressures
 from kvbm_cli.bench.setup import Setup, caveats_of
 from kvbm_cli.bench.workload.schema import Lmbenchmark, Unique
 
@@ -140,19 +141,37 @@ def test_servers_have_no_floor():
 UNIQUE = Unique(name="alone", kind="unique", requests=3, prompt_tokens=8, answer_tokens=2)
 
 
-@pytest.mark.parametrize(("text", "values"), [(None, ()), ("2", (2.0,)), ("0.8, 1.2,4", (0.8, 1.2, 4.0))])
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [(None, ()), ("none", ()), ("auto", (2.0,)), ("2", (2.0,)), ("0.8, 1.2,4", (0.8, 1.2, 4.0))],
+)
 def test_pressures_are_numbers_with_commas(text, values):
-    assert parse_pressures(text) == values
+    assert parse_pressures(text) == Pressures(values, is_auto=text == "auto")
+
+
+def test_on_a_gpu_the_pressure_is_automatic_unless_it_is_given():
+    assert parse_pressures(None, is_on_gpu=True) == parse_pressures("auto")
+    assert parse_pressures("none", is_on_gpu=True) == Pressures()
+
+
+def test_an_automatic_pressure_leaves_what_it_cannot_scale():
+    auto = parse_pressures("auto")
+    names = [(cell.name, cell.pressure) for cell in cells_of([WORKLOAD, UNIQUE], auto, 960)]
+    assert names == [("small-x2", 2.0), ("alone", None)]
+    assert [cell.pressure for cell in cells_of([WORKLOAD], auto, None)] == [None]
+    assert (auto.scales([UNIQUE]), auto.scales([WORKLOAD, UNIQUE])) == (False, True)
+    with pytest.raises(UsageError, match="the engine does not report it"):
+        cells_of([WORKLOAD], Pressures((2.0,)), None)
 
 
 def test_without_pressures_there_is_a_cell_per_workload():
-    cells = cells_of([WORKLOAD, UNIQUE], (), 960)
+    cells = cells_of([WORKLOAD, UNIQUE], Pressures(), 960)
     assert cells == (Cell("small", WORKLOAD, None, 960), Cell("alone", UNIQUE, None, 960))
 
 
 def test_a_pressure_below_one_still_fits_with_few_large_sessions():
     large = WORKLOAD.model_copy(update={"system_tokens": 128, "history_tokens": 1472, "question_tokens": 48})
-    cell = cells_of([large], (0.8,), 4352)[0]
+    cell = cells_of([large], Pressures((0.8,)), 4352)[0]
     step = large.conversation_tokens - large.system_tokens
     assert abs(cell.workload.working_set_tokens - 0.8 * 4352) <= step / 2
     assert cell.workload.working_set_tokens < 4352
@@ -161,7 +180,7 @@ def test_a_pressure_below_one_still_fits_with_few_large_sessions():
 @pytest.mark.parametrize(("concurrency", "expected"), [(None, []), (30, []), (2, ["0.96"])])
 def test_sessions_that_wait_for_others_are_not_part_of_the_pressure(concurrency, expected):
     schedule = WORKLOAD.schedule.model_copy(update={"interval_s": None, "concurrency": concurrency})
-    (cell,) = cells_of([WORKLOAD.model_copy(update={"schedule": schedule})], (2.0,), 960)
+    (cell,) = cells_of([WORKLOAD.model_copy(update={"schedule": schedule})], Pressures((2.0,)), 960)
     setup = Setup(comparison_of(("demo",), (), ()), (cell,), 1, lambda cell: False)
     found = [one for one in caveats_of(setup) if "active at a time" in one]
     assert [re.search(r"so the pressure is ([0-9.]+)", one)[1] for one in found] == expected
