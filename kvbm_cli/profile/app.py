@@ -117,7 +117,7 @@ def profile_new(
 
 @profile_app.command("import", cls=Command)
 def profile_import(
-    file: Annotated[str, argument("FILE|-", "Script, manifest, values, Compose or env file; - is stdin.")],
+    file: Annotated[str, argument("FILE|-", "Script, manifest, Compose, Docker or env file; - is stdin.")],
     output: Annotated[
         Path | None, path_option("--output", "FILE", "New file; ends in .yaml [default: stdout].")
     ] = None,

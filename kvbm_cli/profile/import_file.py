@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.config.document import Source, cannot_read, decoded
 from kvbm.config.key_list import OWN
 from kvbm.config.relative_paths import absolute_path
-from kvbm.config.variables import variable_names
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown
 from kvbm.text.reading import read_at_most, read_stdin
 from kvbm_cli.profile.import_launch import READS, Launch
-from kvbm_cli.profile.import_profile import OF_LMCACHE, Imported, body, commented, imported, kind_of
-from kvbm_cli.profile.import_shell import read_script, read_variables_file
-from kvbm_cli.profile.import_yaml import read_yaml
+from kvbm_cli.profile.import_profile import Imported, body, commented, imported, kind_of
+from kvbm_cli.profile.import_text import launches_of, launches_of_words
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import write_new
 from kvbm_cli.terminal.console import print_data, print_json, print_note
@@ -24,8 +24,6 @@ from kvbm_cli.terminal.printable import commentable
 
 MAX_BYTES = 1 << 18
 MAX_SHOWN = 10
-# The first line that is no comment has a key, or begins a document.
-_YAML = re.compile(r"(?:[ \t]*(?:#.*)?\n)*(?:---|%YAML|\{|[\"']?[A-Za-z_][\w./-]*[\"']?:(?:\s|$))")
 
 
 def import_file(
@@ -34,28 +32,67 @@ def import_file(
     """Print the profile, or write it to `output`. `select` names one of several engines in the file."""
     kind_of(engine, model, {})
     name = "the standard input" if file == "-" else file
-    launches = launches_in(_contents(file, name), name)
+    found = recognised(_contents(file, name), name, model=model, engine=engine, select=select)
+    if as_json:
+        print_json(_as_data(found, file))
+    if output is not None or not as_json:
+        write_profile(found.text, output)
+    if not as_json:
+        left = [f"not carried over: {one}" for one in found.unresolved]
+        for line in [*_others(found.launch, found.others), *found.imported.missing, *left]:
+            print_note(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """An engine that a command, a script or a manifest starts. `text` is its profile, without secrets. `others` are
+    started by the same file."""
+
+    kind: str
+    launch: Launch
+    others: list[Launch]
+    imported: Imported
+    text: str
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The words that start the engine, and its arguments as they are written, secrets too. Empty if the file names
+        no command."""
+        return (*self.launch.command, *map(str, self.launch.words)) if self.launch.command else ()
+
+    @property
+    def unresolved(self) -> list[str]:
+        """What the profile does not have, each with the reason. It is listed on the terminal."""
+        return [one.text() for one in self.imported.left]
+
+
+def recognised(
+    given: str | Sequence[str],
+    name: str,
+    *,
+    model: str | None = None,
+    engine: str | None = None,
+    select: str | None = None,
+) -> Recognised:
+    """Return the engine that a text starts, or the words of a command, which are taken as they are.
+
+    `name` is what messages call it, and `select` one of several engines. ProfileError if it starts none, UsageError for
+    an unknown engine or name. Nothing else is read, and nothing is run.
+    """
+    launches = launches_in(given, name)
     taken = _taken(launches, select, name)
     kind, reason = kind_of(engine or taken.kind, model, taken.environment)
     chosen = absolute_model(model)
     found = imported(taken, model=None if chosen is None else (chosen, "--model"), engine=(kind, reason))
     others = [one for one in launches if one is not taken]
-    text = profile_text(found, taken, others, name)
-    if as_json:
-        print_json(_as_data(found, taken, others, file, text))
-    if output is not None or not as_json:
-        write_profile(text, output)
-    if not as_json:
-        left = [f"not carried over: {one.text()}" for one in found.left]
-        for line in [*_others(taken, others), *found.missing, *left]:
-            print_note(line)
+    return Recognised(kind, taken, others, found, profile_text(found, taken, others, name))
 
 
-def launches_in(text: str, name: str) -> list[Launch]:
-    """Return the engines that the text starts, at least one."""
-    text = text.replace("\r\n", "\n")
+def launches_in(given: str | Sequence[str], name: str) -> list[Launch]:
+    """Return the engines that a text or the words of a command start, at least one."""
+    text = given.replace("\r\n", "\n") if isinstance(given, str) else ""
     try:
-        found = _read(text)
+        found = launches_of(text) if isinstance(given, str) else launches_of_words(given)
     except ProfileError as error:
         raise ProfileError(f"cannot read `{shown(name)}`: {error.message}", hint=error.hint) from None
     keys = set(re.findall(r"^([A-Za-z_]+):", text, re.MULTILINE)) if not found else set()
@@ -64,16 +101,6 @@ def launches_in(text: str, name: str) -> list[Launch]:
     if not found:
         raise ProfileError(f"`{shown(name)}` starts no engine that `kvbm profile import` knows", hint=READS)
     return found
-
-
-def _read(text: str) -> list[Launch]:
-    if _YAML.match(text):
-        return read_yaml(text)
-    if found := read_script(text):
-        return found
-    variables = read_variables_file(text)
-    names = variables.environment if variables is not None else {}
-    return [variables] if variables is not None and (variable_names(names) or OF_LMCACHE.keys() & names) else []
 
 
 def profile_text(found: Imported, taken: Launch, others: list[Launch], name: str) -> str:
@@ -122,15 +149,16 @@ def _contents(file: str, name: str) -> str:
         raise cannot_read(f"`{shown(name)}`", error) from None
 
 
-def _as_data(found: Imported, taken: Launch, others: list[Launch], file: str, text: str) -> dict[str, object]:
+def _as_data(found: Recognised, file: str) -> dict[str, object]:
+    left = found.imported.left
     return {
         "file": file,
-        "selected": {"name": taken.name, "line": taken.line},
-        "others": [{"name": one.name, "line": one.line} for one in others],
-        "profile": text,
-        "missing": list(found.missing),
-        "not_carried_over": [{"what": one.what, "line": one.line or None, "reason": one.reason} for one in found.left],
-        "without_effect": list(found.warnings),
+        "selected": {"name": found.launch.name, "line": found.launch.line},
+        "others": [{"name": one.name, "line": one.line} for one in found.others],
+        "profile": found.text,
+        "missing": list(found.imported.missing),
+        "not_carried_over": [{"what": one.what, "line": one.line or None, "reason": one.reason} for one in left],
+        "without_effect": list(found.imported.warnings),
     }
 
 

@@ -7,6 +7,7 @@ reader runs anything: a text that only a run would show is `unknown`.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +16,27 @@ from kvbm.config.document import plain_scalar
 
 MODULES = {
     "vllm.entrypoints.openai.api_server": "vllm",
+    "vllm.entrypoints.cli.main": "vllm",
     "dynamo.vllm": "vllm",
     "dynamo.trtllm": "tensorrt-llm",
     "dynamo.sglang": "sglang",
     "sglang.launch_server": "sglang",
 }
 READS = (
-    "it reads a command line or a script with `vllm serve`, `dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a "
-    "manifest of Kubernetes, values of production-stack or llm-d, a Compose file, an env file with `DYN_KVBM_*` "
-    "variables, and options of TensorRT-LLM or vLLM in YAML"
+    "it reads a command line, a script, a Dockerfile, a unit of systemd or a page of Markdown with `vllm serve`, "
+    "`dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a manifest of Kubernetes, values of production-stack or "
+    "llm-d, a Compose file, an env file with `DYN_KVBM_*` variables, and options of TensorRT-LLM or vLLM in YAML"
 )
 _OTHER_SERVERS = ("disaggregated", "mm_embedding_serve", "disaggregated_mpi_worker")  # subcommands of trtllm-serve
-_NO_START = frozenset({"echo", "printf", "pkill", "pgrep", "grep", "which", "trap"})
 _IMAGE = re.compile(r"(?:^|/)(?:vllm[\w.-]*|llm-d-(?:cuda|dev|rocm|xpu|cpu|hpu|aws|gke|tpu)[\w.-]*)(?=[:@]|$)")
 _IMAGE_OF_ANOTHER = re.compile(r"router|proxy|sidecar|sim\b|lmstack|runtime")
+_MODEL = re.compile(r"(?!/(?:usr|bin|sbin|opt)/|[\w./-]*\.(?:sh|py)$)[\w.~-]*/[\w./~-]+|\ue000.*")  # behind an image
+_TOOLS = frozenset({"docker", "podman", "nerdctl", "singularity", "apptainer"})
+_SWITCHES = re.compile(  # of `docker run` and tools like it; all other options have a value
+    r"--(?:detach|init|interactive|privileged|quiet|read-only|rm|tty|publish-all|no-\w+|replace|oom-kill-disable"
+    r"|sig-proxy|rmi|tls-verify|disable-\w+|nv|rocm|cleanenv|contain|containall|writable|writable-tmpfs|compat|fakeroot)"
+)
+_SHORT = re.compile(r"-[ditqPC]*(?:([a-zA-Z])(.*))?", re.DOTALL)
 MAX_DEPTH = 60  # levels of a value
 MAX_KEY = 500  # characters; YAML has at most 1024 in front of a colon
 _OURS = re.compile(r'"DynamoConnector"|"PdConnector"')
@@ -84,7 +92,7 @@ class Left:
 class Launch:
     """`words` are the arguments of the engine, `environment` its variables. `options` are settings of the engine that
     a file has as keys, `settings` are keys of a profile, and those per rank are numbers of GB. `model` is named outside
-    of the command. `files` are texts that the file contains, by name."""
+    of the command, whose first words are `command`, and runs in `image`. `files` are texts of the file, by name."""
 
     name: str
     kind: str | None
@@ -97,7 +105,13 @@ class Launch:
     model: Word | None = None
     line: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
-    is_of_dynamo: bool = False
+    command: tuple[str, ...] = ()
+    image: str = ""
+
+    @property
+    def is_of_dynamo(self) -> bool:
+        """Whether Dynamo runs the engine, and reads flags of its own."""
+        return any(one.startswith("dynamo.") for one in self.command)
 
     @property
     def has_kvbm(self) -> bool:
@@ -105,20 +119,92 @@ class Launch:
         return "kvbm" in self.words or any(map(_OURS.search, self.words)) or "DYN_KVBM_CPU_CACHE_GB" in self.environment
 
 
-def started(words: Sequence[Word], image: str = "") -> tuple[str, tuple[Word, ...], bool] | None:
-    """Return the kind of the engine that this command starts, its arguments, and whether Dynamo runs it; None for
-    another command. `image` is the container, whose entry point may be the engine."""
-    for index, word in enumerate(words):
-        following = words[index + 1] if index + 1 < len(words) else ""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An engine that a command starts: its arguments, the words that start it, and their place in the command."""
+
+    kind: str
+    words: tuple[Word, ...]
+    command: tuple[str, ...]
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container that a command starts: its variables, its image, what runs in it, and what is not in the file."""
+
+    environment: dict[str, Word]
+    image: str
+    is_entered: bool  # at the entry point of the image
+    words: tuple[Word, ...]
+    left: tuple[Left, ...]
+
+
+def started(words: Sequence[Word], image: str = "") -> Start | None:
+    """Return the engine that this command starts, wherever its name stands; None for another command. `image` is the
+    container, whose entry point may be the engine."""
+    for at, word in enumerate(words):
+        following = words[at + 1] if at + 1 < len(words) else ""
         name = word.rpartition("/")[2]
-        if index == 0 and name in _NO_START:
-            return None
         if name in ("vllm", "sglang") and following == "serve":
-            return str(name), tuple(words[index + 2 :]), False
+            return Start(str(name), tuple(words[at + 2 :]), (str(name), "serve"), at)
         if word == "-m" and following in MODULES:
-            return MODULES[following], tuple(words[index + 2 :]), following.startswith("dynamo.")
+            is_main = following.endswith(".cli.main") and [*words[at + 2 : at + 3]] == ["serve"]
+            if following.endswith(".cli.main") and not is_main:
+                continue
+            command = ("python3", "-m", str(following), *(["serve"] if is_main else []))
+            behind = tuple(words[at + 2 + is_main :])
+            return Start(MODULES[following], behind, command, at)
+        if word.endswith("vllm/entrypoints/openai/api_server.py"):
+            return Start("vllm", tuple(words[at + 1 :]), ("python3", "-m", "vllm.entrypoints.openai.api_server"), at)
         if name == "trtllm-serve" and following not in _OTHER_SERVERS:
-            return "tensorrt-llm", tuple(words[index + 1 + (following == "serve") :]), False
-    if _IMAGE.search(image) and not _IMAGE_OF_ANOTHER.search(image) and (not words or words[0].startswith("-")):
-        return "vllm", tuple(words), False
+            return Start("tensorrt-llm", tuple(words[at + 1 + (following == "serve") :]), ("trtllm-serve",), at)
+    is_engine = _IMAGE.search(image) is not None and _IMAGE_OF_ANOTHER.search(image) is None
+    if is_engine and (not words or words[0].startswith("-") or _MODEL.fullmatch(words[0])):
+        return Start("vllm", tuple(words), ("vllm", "serve"), 0)
     return None
+
+
+def contained(words: Sequence[Word]) -> Container | None:
+    """Return the container that `docker run` or a tool like it starts; None for another command."""
+    at = next((at for at, one in enumerate(words) if one.rpartition("/")[2] in _TOOLS), len(words))
+    run = next((there for there in range(at + 1, min(at + 4, len(words))) if words[there] in ("run", "exec")), None)
+    if run is None:
+        return None
+    environment: dict[str, Word] = {}
+    left: list[Left] = []
+    entry: list[Word] = []
+    rest = deque(words[run + 1 :])
+    while rest and rest[0].startswith("-"):
+        option, value = _option(rest)
+        if option in ("-e", "--env") and value is not None:
+            name, is_given, text = value.partition("=")
+            if is_given and name.isidentifier():
+                environment[name] = Word(text, value.line)
+            else:
+                left.append(Left(name, "its value is not in this file", value.line))
+        elif option == "--env-file" and value is not None:
+            left.append(Left(f"--env-file {value}", "other files are not read", value.line))
+        elif option == "--entrypoint" and value:
+            entry = [value]
+    if rest and rest[0].startswith("\ue000") and not _IMAGE.search(rest[0]):  # options that the file does not show
+        image = next((one for one in rest if _IMAGE.search(one)), None)
+        while image is not None and rest[0] is not image:
+            rest.popleft()
+    image = rest.popleft() if rest else Word("")
+    is_entered = words[run] == "run" and not entry
+    return Container(environment, str(image), is_entered, (*entry, *rest), tuple(left))
+
+
+def _option(rest: deque[Word]) -> tuple[str, Word | None]:
+    """Take an option with its value, if it has one."""
+    word = rest.popleft()
+    option, is_inline, inline = word.partition("=")
+    short = None if word.startswith("--") else _SHORT.fullmatch(word)
+    if short is not None:
+        option, inline = f"-{short[1] or ''}", (short[2] or "").removeprefix("=")
+        if not short[1] or inline:
+            return option, Word(inline, word.line)
+    elif is_inline or _SWITCHES.fullmatch(option):
+        return option, Word(inline, word.line)
+    return option, rest.popleft() if rest else None

@@ -15,8 +15,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, parse_document
 from kvbm.config.engine import ENGINE_KINDS
@@ -42,6 +45,7 @@ from kvbm_cli.profile.text import scalar
 from kvbm_cli.terminal.printable import commentable
 
 WIDTH = 118
+MAX_PARTS = 10  # of the name of a flag of a section
 SERVER_PORT = 8000  # the default of `server.port`
 OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
 OF_LMCACHE = {  # the key, and the variable of kvbm that sets it
@@ -49,83 +53,11 @@ OF_LMCACHE = {  # the key, and the variable of kvbm that sets it
     "LMCACHE_MAX_LOCAL_DISK_SIZE": ("tiers.disk.capacity", "DYN_KVBM_DISK_CACHE_GB"),
     "LMCACHE_LOCAL_DISK": ("tiers.disk.directory", "DYN_KVBM_DISK_CACHE_DIR"),
 }
-_SHORT = {  # of vLLM
-    "-tp": "tensor_parallel_size",
-    "-pp": "pipeline_parallel_size",
-    "-dp": "data_parallel_size",
-    "-dpl": "data_parallel_size_local",
-    "-dcp": "decode_context_parallel_size",
-    "-ep": "enable_expert_parallel",
-    "-q": "quantization",
-    "-cc": "compilation_config",
-    "-sc": "speculative_config",
-    "-ac": "attention_config",
-    "-n": "nnodes",
-    "-r": "node_rank",
-    "-pcp": "prefill_context_parallel_size",
-    "-dpn": "data_parallel_rank",
-    "-dpr": "data_parallel_start_rank",
-    "-dpa": "data_parallel_address",
-    "-dpp": "data_parallel_rpc_port",
-    "-dpb": "data_parallel_backend",
-}
+_NO_VALUE = re.compile(r"(?:no|enable|disable|enforce|trust|is|skip|return|use)_\w+|help")  # unless the table has it
 _OTHER_NAMES = {
     **dict.fromkeys(("model_path", "model_id", "model_tag", "model_dir"), "model"),
     "model_name": "served_model_name",  # of KServe
 }
-# Flags of vLLM 0.32 with any number of values, and with none. All others have one.
-_MANY_VALUES = re.compile(
-    r"served_model_name|lora_modules|api_key|connector|(?:cudagraph_capture|cuda_graph)_sizes|allowed_media_domains"
-    r"|logits_processors|ignore_patterns|\w*offload_params|lora_target_modules|collect_detailed_traces|numa_bind_\w+"
-    r"|kv_cache_dtype_skip_layers|sleep_preserve_parameter_names"
-)
-_NO_VALUE = re.compile(
-    r"(?:no|enable|enforce|trust|is|skip|return|use)_\w+|disable_(?!access_log_for_endpoints)\w+|async_scheduling|headless"
-    r"|aggregate_engine_logging|cohere_is_reasoning_model|(?:kv_cache|cudagraph)_metrics|dcp_q_replicate|help"
-    r"|exclude_tools_when_tool_choice_none|fail_on_environ_validation|interleave_mm_strings|jit_monitor_verbose"
-    r"|kv_sharing_fast_prefill|log_error_stack|long_prefill_token_threshold_adaptive|mm_device_do_normalize"
-    r"|ray_workers_use_nsight|scheduler_reserve_full_isl|sleep_mode_offload_cudagraph|specialize_active_lora"
-    r"|swa_bounded_replay|grpc|numa_bind|data_parallel_\w+_lb|\w+_only|allow_(?:credentials|deprecated_\w+)|fully_sharded_loras"
-)
-# Of SGLang 0.5.23: `tests/sglang_engine` compares them with its parser. The others are as above.
-SGLANG_NAMES = {
-    **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
-    **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
-    **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
-    **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
-    "decode_context_parallel_size": "dcp_size",
-    "attention_data_parallel_size": "attn_dp_size",
-    "attention_context_parallel_size": "attn_cp_size",
-    "moe_data_parallel_size": "moe_dp_size",
-    "nccl_init_addr": "dist_init_addr",
-    "grpc_http_sidecar_port": "smg_http_sidecar_port",
-    "fp8_gemm_backend": "fp8_gemm_runner_backend",
-    "fp4_gemm_backend": "fp4_gemm_runner_backend",
-    "context_bucket": "cuda_graph_prefill_max_context",
-    "speculative_draft_model": "speculative_draft_model_path",
-    "elastic_ep_join_mode": "ep_join_mode",
-    "elastic_ep_join_rank_offset": "ep_join_rank_offset",
-    "hierarchical_sparse_attention_extra_config": "hisparse_config",
-    "monokernel_backend": "enable_amd_monokernel",
-    "enable_hicache": "enable_hierarchical_cache",
-}
-_NO_VALUE_OF_SGLANG = re.compile(
-    r"quantize_and_serve|abort_on_priority_when_disabled|schedule_low_priority_values_first|prefill_only_disable_kv_cache"
-    r"|dcp_replicate_q_proj|mlx_enable_sampling|sleep_on_idle|(?:smg_)?grpc_mode|strip_thinking_cache|allow_auto_truncate"
-    r"|stream_response_default_include_usage|incremental_streaming_output|log_requests|show_time_cost"
-    r"|export_metrics_to_file|constrained_json_disable_any_whitespace|debug_cuda_graph|triton_attention_reduce_in_fp32"
-    r"|flashinfer_mla_disable_ragged|pre_warm_nccl|speculative_(?:dspark_align_\w+|use_\w+|enable_w4a4\w+|adaptive)"
-    r"|mm_enable_dp_encoder|experts_shared_outer_loras|lora_use_virtual_experts|lora_strict_loading|dllm_fdfo"
-    r"|disaggregation_(?:decode_)?enable_\w+|weight_loader_(?:disable_mmap|prefetch_checkpoints|drop_cache_after_load)"
-    r"|remote_instance_weight_loader_start_seed_via_transfer_engine|delete_ckpt_after_loading"
-    r"|checkpoint_engine_wait_weights_before_ready|ple_offload_embedding"
-)
-_WITH_VALUE_OF_SGLANG = ("return_hidden_states_mode", "context_bucket")
-_MANY_VALUES_OF_SGLANG = re.compile(
-    r"numa_node|gc_threshold|log_requests_target|uvicorn_access_log_exclude_prefixes|\w+_custom_labels|\w*bucket\w*"
-    r"|flashinfer_autotune_skip_ops|cuda_graph_bs_\w+|allowed_media_domains|lora_target_modules|lora_paths|encoder_\w*urls"
-    r"|custom_weight_loader|debug_tensor_dump_layers|return_aux_hidden_state_layer_ids"
-)
 _STORAGE = "hicache_storage_backend_extra_config"
 _READ_BY_SGLANG = ("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token")  # of these entries
 _PAIR = "part of a pair of engines; `disaggregated: {prefill: 1, decode: 1}` starts both"
@@ -193,7 +125,7 @@ def kind_of(engine: str | None, model: str | None, environment: Mapping[str, str
 
 def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str, str]) -> Imported:
     """Translate the launch. `model` overrides that of the launch; both have a comment with their origin."""
-    draft = _Draft(launch, engine[0], left=list(launch.left))
+    draft = _Draft(launch, engine[0], left=[replace(one, what=shown(hidden_in(one.what))) for one in launch.left])
     draft.put("engine.kind", *engine)
     draft.take_launch()
     if model is not None:
@@ -203,21 +135,30 @@ def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str
     return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing)
 
 
-def _name_of(written: str) -> str:
+def name_of(written: str) -> str:
     """Return the name of a flag as it is written, empty for what is none or not known."""
-    name = _SHORT.get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
+    name = names_of("vllm").get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
     return _OTHER_NAMES.get(name, name)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
+    return table
+
+
+def names_of(engine: str) -> Mapping[str, str]:
+    """Return the name in a profile of each flag that has another one."""
+    names: Mapping[str, str] = SAME_OPTION if engine == "tensorrt-llm" else _table().get(engine, {}).get("names", {})
+    return names
 
 
 def value_count(name: str, engine: str) -> int:
     """Return how many values a flag has at most; a large number for any."""
-    is_sglang = engine == "sglang"
-    if is_sglang and name in _WITH_VALUE_OF_SGLANG:
-        return 1
-    if (_MANY_VALUES_OF_SGLANG if is_sglang else _MANY_VALUES).fullmatch(name):
-        return sys.maxsize
-    if is_sglang and _NO_VALUE_OF_SGLANG.fullmatch(name):
-        return 0
+    of_engine = _table()["sglang" if engine == "sglang" else "vllm"]
+    for kind, count in (("one", 1), ("many", sys.maxsize), ("none", 0)):
+        if name in of_engine[kind].split():
+            return count
     return 0 if _NO_VALUE.fullmatch(name) else 1
 
 
@@ -289,6 +230,8 @@ class _Draft:
     left: list[Left]
     document: Document = field(default_factory=dict)
     unknown_flags: set[str] = field(default_factory=set)
+    transfer: dict[str, Any] = field(default_factory=dict)  # of flags such as `--kv-transfer-config.kv_role`
+    transfer_line: int = 0
 
     def put(self, key: str, value: object, text: str = "", line: int = 0) -> None:
         """Set a key. Its comment is the text and the line."""
@@ -320,6 +263,8 @@ class _Draft:
         for name, value in launch.options.items():
             value = _parsed(value) if isinstance(value, Word) and self.engine == "vllm" else plain(value)
             self._take(flag_name(name), value, Word(name, getattr(name, "line", 0)))
+        if self.transfer:
+            self._take_connector(self.transfer, self.transfer_line)
         for key, size in launch.settings.items():
             self.put(key, str(size), line=size.line)
         for key, size in launch.settings_per_rank.items():
@@ -338,7 +283,7 @@ class _Draft:
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
         words = deque(self.launch.words)
-        has_model = self.launch.model is not None or any(_name_of(word.partition("=")[0]) == "model" for word in words)
+        has_model = self.launch.model is not None or any(name_of(word.partition("=")[0]) == "model" for word in words)
         follows_short = False  # so that a word may be the value of a flag that is not known here
         if words and not words[0].startswith("-"):
             words.appendleft(Word("--model", words[0].line))
@@ -346,7 +291,7 @@ class _Draft:
         while words:
             word = words.popleft()
             written, _, inline = word.partition("=")
-            name = _name_of(written)
+            name = name_of(written)
             if not name:
                 is_short = word.startswith("-")
                 if words and is_short and names_secret(word):
@@ -379,8 +324,7 @@ class _Draft:
 
     def _own_name(self, name: str) -> str:
         """Return the name that a profile has for a flag or option of the engine."""
-        of_engine = {"tensorrt-llm": SAME_OPTION, "sglang": SGLANG_NAMES}.get(self.engine, {})
-        return of_engine.get(name, name)
+        return names_of(self.engine).get(name, name)
 
     def _take(self, name: str, value: Any, written: Word) -> None:
         """Take over one flag or option of the engine."""
@@ -399,8 +343,15 @@ class _Draft:
                 self.leave(written, _PAIR if "nixl" in str(value) else reason, line)
         elif name == "kv_transfer_config":
             self._take_connector(value, line)
-        elif name == "kv_transfer_config.kv_connector":
-            self._take_connector({"kv_connector": value}, line)
+        elif name.startswith("kv_transfer_config.") and name.count(".") < MAX_PARTS:
+            _, *path, last = name.split(".")
+            inside = self.transfer
+            for part in path:
+                if not isinstance(inside.get(part), dict):
+                    inside[part] = {}
+                inside = inside[part]
+            inside[last] = value
+            self.transfer_line = self.transfer_line or line
         elif name == _STORAGE and isinstance(value, dict):
             self._take_storage(value, line)
         elif name == "model":
@@ -430,6 +381,8 @@ class _Draft:
         names = re.findall(r'"kv_connector": "(\w+)"', text)
         if (size := re.search(r'"cpu_(?:bytes_to_use|capacity_bytes)": ([1-9]\d*)', text)) is not None:
             self.put("tiers.host.capacity", exact_size(int(size[1])), size[0].replace('"', ""), line)
+        if (blocks := re.search(r'"num_cpu_blocks": ([1-9]\d*)', text)) is not None:
+            self.put("tiers.host.blocks", int(blocks[1]), blocks[0].replace('"', ""), line)
         self._take_secondary_tiers(value, line)
         ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
         if isinstance(value, dict) and names == [CONNECTOR]:

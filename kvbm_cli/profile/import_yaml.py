@@ -19,17 +19,20 @@ from kvbm.config.key_list import OWN
 from kvbm.config.spelling import snake_case
 from kvbm.engines.table import KINDS
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word, started
+from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word
 from kvbm_cli.profile.import_secrets import NO_SECRETS, names_secret
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, inserted, read_script, words_of
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, STARTS, Script, finished, inserted, marked
 
 MAX_NODES = 50_000
 CHARACTERS_PER_VALUE = 100
 MAX_ARGUMENT = 1 << 14  # characters; variables insert variables
-_IN_ARGUMENT = re.compile(r"\$\((\w+)\)")  # of Kubernetes
+_IN_ARGUMENT = re.compile(r"\$\((\w+)\)|\{\{[^{}]*\}\}")  # of Kubernetes, and of Helm
 _ROLES = ("prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "predictor")
 _MORE_ARGUMENTS = "VLLM_ADDITIONAL_ARGS"  # of KServe
 _TEMPLATE = re.compile(r"^[ \t]*\{\{", re.MULTILINE)
+_TEMPLATE_LINE = re.compile(r"^[ \t]*\{\{[^{}\n]*\}\}[ \t]*$", re.MULTILINE)
+_IN_TEMPLATE = re.compile(r"\{\{([^{}\n]*)\}\}")
+_NOT_FILLED_IN = Left("{{", "templates are not filled in, and their conditions are not evaluated")
 _TEMPLATE_HINT = "this is a template of Helm, not a profile; `helm template` shows the manifests that it makes"
 _ELSEWHERE = "the variables are not in this file"
 _FILES = "other files are not read"
@@ -54,12 +57,14 @@ def read_yaml(text: str) -> list[Launch]:
     maps = [_section(one, "data") for one in documents if one.get("kind") == "ConfigMap"]
     files = {str(name): str(inside) for data in maps for name, inside in data.items()}
     found: dict[str, Launch] = {}
-    for launch in (launch for one in documents for launch in _launches(one)):
+    launches = [launch for one in documents for launch in _launches(one)]
+    for launch in launches or [launch for one in documents for launch in _anywhere(one, {})]:
         if len(found) == MAX_LAUNCHES:
             raise ProfileError(f"more than {MAX_LAUNCHES} containers start an engine")
         names = (launch.name, *(f"{launch.name}-{count}" for count in range(2, MAX_LAUNCHES + 2)))
         name = next(name for name in names if name not in found)
-        found[name] = replace(launch, name=name, files={**files, **launch.files})
+        left = (*launch.left, *([_NOT_FILLED_IN] if _TEMPLATE.search(text) else []))
+        found[name] = replace(launch, name=name, files={**files, **launch.files}, left=left)
     return list(found.values())
 
 
@@ -74,6 +79,8 @@ def _documents(text: str) -> list[Any]:
         count = [0]
         return [_value(node, count) for node in yaml.compose_all(text, Loader=PlainLoader)]
     except yaml.MarkedYAMLError as error:
+        if (plain_text := _without_templates(text)) != text:
+            return _documents(plain_text)
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}: " if mark is not None else ""
         hint = _TEMPLATE_HINT if _TEMPLATE.search(text) else None
@@ -82,6 +89,12 @@ def _documents(text: str) -> list[Any]:
         raise ProfileError(f"not valid YAML: {error}") from None
     except RecursionError:
         raise ProfileError("the YAML is nested too deeply") from None
+
+
+def _without_templates(text: str) -> str:
+    """Return the text of a chart as YAML: lines of templates are empty, and others stand between two marks."""
+    kept = _TEMPLATE_LINE.sub("", text)
+    return _IN_TEMPLATE.sub(lambda found: "\ue002" + re.sub("[\"':#&,]", "`", found[1]) + "\ue003", kept)
 
 
 def _value(node: Any, count: list[int], depth: int = 0) -> Any:
@@ -94,8 +107,9 @@ def _value(node: Any, count: list[int], depth: int = 0) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_value(one, count, depth + 1) for one in node.value]
     if not isinstance(node, yaml.MappingNode):
-        unknown = node.value if "{{" in node.value else ""
-        return Word(node.value, node.start_mark.line + 1, unknown=unknown, is_plain=node.style is None)
+        text = node.value.replace("\ue002", "{{").replace("\ue003", "}}")
+        unknown = text if "{{" in text else ""
+        return Word(text, node.start_mark.line + 1, unknown=unknown, is_plain=node.style is None)
     found: dict[Word, Any] = {}
     for key, inside in node.value:
         value = _value(inside, count, depth + 1)
@@ -189,18 +203,20 @@ def _of_container(container: Any, scope: Launch) -> Iterator[Launch]:
     if container.get("envFrom"):
         left.append(Left("envFrom", _ELSEWHERE, _line(container, "envFrom")))
     words = [_argument(one, environment) for name in ("command", "args") for one in _list(container, name)]
+    for name in ("command", "args"):  # no list in some charts
+        if isinstance(given := container.get(name), Word):
+            words += _words(_argument(given, environment))
     is_default = not words and scope.model is not None and "modelCommand" not in container  # of KServe
     if is_default or container.get("modelCommand") == "vllmServe":
         words = [Word("vllm"), Word("serve"), *words]
-    more = environment.get(_MORE_ARGUMENTS, Word(""))
-    if started(words) is not None:
-        words += words_of(more, more.line, environment)
-    for launch in _started(words, _word(container, "image"), {**environment, _MORE_ARGUMENTS: more}):
+    more = environment.pop(_MORE_ARGUMENTS, Word(""))
+    image = _word(container, "image") or _word(_section(container, "image"), "repository") or ""
+    is_replaced = container.get("command") and words and not words[0].startswith("-")  # the entry point of the image
+    for launch in _found(words, "" if is_replaced else image, environment):
         yield replace(
             launch,
             name=scope.name or str(_word(container, "name") or "container"),
-            words=(*scope.words, *launch.words),
-            environment={name: one for name, one in launch.environment.items() if name != _MORE_ARGUMENTS},
+            words=(*scope.words, *launch.words, *map(finished, _words(more, environment))),
             settings=scope.settings,
             left=(*launch.left, *scope.left, *left),
             model=scope.model,
@@ -208,14 +224,37 @@ def _of_container(container: Any, scope: Launch) -> Iterator[Launch]:
         )
 
 
-def _started(words: list[Word], image: Word | None, environment: Mapping[str, Word]) -> list[Launch]:
-    """Return what this command starts, also inside the script of a shell."""
-    for at, one in enumerate(words[1:3], start=1):
-        if re.fullmatch("-[a-z]*c", one) and len(words) > at + 1:
-            script = words[at + 1]  # the next one is `$0`
-            return read_script(script, environment=environment, arguments=words[at + 3 :], line=script.line)
-    found = started(words, image or "")
-    return [] if found is None else [Launch("", found[0], found[1], environment, is_of_dynamo=found[2])]
+def _words(text: Word, environment: Mapping[str, Word] | None = None) -> list[Word]:
+    return [word for command in Script(environment).commands(text, text.line) for word in command]
+
+
+def _found(words: list[Word], image: str, environment: Mapping[str, Word]) -> list[Launch]:
+    script = Script(environment)
+    script.find(words, image=image)
+    return script.results()
+
+
+def _anywhere(value: Any, environment: Mapping[str, Word]) -> Iterator[Launch]:
+    """Yield the engines that a text or a list in this document starts, where no container does."""
+    if isinstance(value, dict):
+        if isinstance(value.get("args") or value.get("command"), list):
+            yield from _of_container(value, Launch("", None))
+            return
+        given = {**_section(value, "env"), **_section(value, "envs")}  # of SkyPilot and of workflows
+        inner = {**environment, **{str(name): one for name, one in given.items() if isinstance(one, Word)}}
+        for inside in value.values():
+            yield from _anywhere(inside, inner)
+    elif isinstance(value, list):
+        words = [one for one in value if isinstance(one, Word)]
+        if any(one.endswith("\n") for one in words):  # lines, as in a notebook
+            found = list(_anywhere(Word("".join(words), words[0].line), environment))
+        else:
+            found = _found(words, "", environment)
+        yield from found
+        for inside in () if found else value:
+            yield from _anywhere(inside, environment)
+    elif STARTS.search(value):
+        yield from Script(environment).read(value, value.line)
 
 
 def _of_compose(name: Word, service: Any) -> Iterator[Launch]:
@@ -230,10 +269,11 @@ def _of_compose(name: Word, service: Any) -> Iterator[Launch]:
     words: list[Word] = []
     for one in (service.get("entrypoint"), service.get("command")):
         if isinstance(one, Word):
-            words += words_of(one.replace("$$", "\\$"), one.line, {})
+            words += _words(Word(one.replace("$$", "\\$"), one.line))
         words += [inserted(word) for word in one or () if isinstance(one, list) and isinstance(word, Word)]
     left = [Left("env_file", _FILES, _line(service, "env_file"))] if "env_file" in service else []
-    for launch in _started(words, _word(service, "image"), environment):
+    image = None if service.get("entrypoint") else _word(service, "image")
+    for launch in _found(words, image or "", environment):
         yield replace(launch, name=str(name), left=(*launch.left, *left), line=name.line)
 
 
@@ -249,8 +289,8 @@ def _of_production_stack(spec: Any) -> Launch:
     return Launch(
         str(_word(spec, "name") or "model"),
         "vllm",
-        tuple(one for one in _list(config, "extraArgs") if isinstance(one, Word)),
-        environment,
+        tuple(finished(_argument(one, environment)) for one in _list(config, "extraArgs")),
+        {name: finished(one) for name, one in environment.items()},
         options={Word(flags[name], name.line): values[name] for name in flags if name not in _LEFT_OF_MODEL_SPEC},
         settings_per_rank={f"tiers.{tier}.capacity": size for tier, size in sizes if is_on and size and size != "0"},
         left=tuple(left),
@@ -273,16 +313,19 @@ def _environment(variables: list[Any]) -> tuple[dict[str, Word], list[Left]]:
 
 
 def _argument(word: Any, environment: Mapping[str, Word]) -> Word:
-    """Insert variables as Kubernetes does, `$(NAME)`. One that is not set is unknown, and so are secrets and what would
-    become too long."""
+    """Insert variables as Kubernetes does, `$(NAME)`. One that is not set is not resolved, and so are secrets,
+    templates and what would become too long."""
     if not isinstance(word, Word):
         return Word("")
     names = [found[1] for found in _IN_ARGUMENT.finditer(word)]
-    hidden = [name for name in names if name not in environment or environment[name].unknown or names_secret(name)]
-    if not hidden and sum(len(environment[name]) for name in names) > MAX_ARGUMENT:
-        hidden = names
-    text = word if hidden else _IN_ARGUMENT.sub(lambda found: environment[found[1]], word)
-    return Word(text, word.line, unknown=word.unknown or (f"$({hidden[0]})" if hidden else ""))
+    is_long = sum(len(environment.get(name, "")) for name in names) > MAX_ARGUMENT
+
+    def text(found: re.Match[str]) -> str:
+        value = environment.get(found[1])
+        is_hidden = is_long or value is None or finished(value).unknown or names_secret(found[1])
+        return marked(found[0]) if value is None or is_hidden else str(value)
+
+    return Word(_IN_ARGUMENT.sub(text, word), word.line, is_plain=word.is_plain)
 
 
 def _model(word: Word) -> Word:

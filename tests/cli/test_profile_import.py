@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, assert_said, given_in, kvbm, kvbm_here, stored_entries
 
 from kvbm.errors import KvbmError
-from kvbm_cli.profile.import_file import launches_in, profile_text
+from kvbm_cli.profile.import_file import launches_in, profile_text, recognised
 from kvbm_cli.profile.import_profile import imported, kind_of, value_count
 
 FILES = Path(__file__).parent / "imported"
@@ -129,6 +129,184 @@ def test_a_connector_of_a_dotted_flag_is_replaced():
     (text,) = profiles_of("vllm serve a/b --kv-transfer-config.kv_connector LMCacheConnectorV1")
     assert "kv_transfer_config" not in text
     assert "LMCacheConnectorV1` (line 1): kvbm replaces this connector" in text
+
+
+def test_dotted_flags_of_a_connector_are_one_connector():
+    flags = (
+        "kv_connector OffloadingConnector",
+        "kv_role kv_both",
+        "kv_connector_extra_config.cpu_bytes_to_use 1073741824",
+    )
+    (text,) = profiles_of("vllm serve a/b " + " ".join(f"--kv-transfer-config.{flag}" for flag in flags))
+    assert "kv_transfer_config" not in text
+    assert "capacity: 1GiB " in text
+
+
+def test_a_number_of_blocks_of_vllm_becomes_one_of_host_memory():
+    extra = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"num_cpu_blocks": 1000}}
+    (text,) = profiles_of(f"vllm serve a/b --kv-transfer-config '{json.dumps(extra)}'")
+    assert "    blocks: 1000 " in text
+
+
+NEXT = " \\\n        --"
+STARTED = "vllm serve org/m --seed 7"
+POD = """\
+apiVersion: v1
+kind: Pod
+metadata: {{name: p}}
+spec:
+  containers:
+  - {{name: main, {}}}
+"""
+COMMANDS = {
+    "an image and its arguments": "docker run --rm --gpus all -p8000:8000 vllm/vllm-openai:v1 org/m --seed 7",
+    "an image and a flag": "nerdctl run -dit -v /a:/b vllm/vllm-openai --model org/m --seed 7",
+    "an image and a command": f"sudo podman run --pull always my.registry/any:1 {STARTED}",
+    "an entry point": "docker run --entrypoint vllm any/image serve org/m --seed 7",
+    "a shell as entry point": f"docker run --entrypoint bash any/image -c '{STARTED}'",
+    "options of a variable": "docker run $OPTIONS vllm/vllm-openai org/m --seed 7",
+    "docker exec": f"docker exec -it c bash -c 'cd /x && {STARTED}'",
+    "srun": f"srun --ntasks 1 bash -c '{STARTED}' &",
+    "sudo": f'sudo -u u bash -lc "{STARTED}"',
+    "singularity": f"singularity exec --nv --bind /a:/b x.sif {STARTED}",
+    "tmux": f"tmux new-session -d '{STARTED}'",
+    "ssh": f"ssh -t h 'source a; nohup {STARTED} > log 2>&1 &'",
+    "a variable": f"CMD='{STARTED}'\nbash -c \"exec $CMD\"",
+    "a list of words": 'CMD=(vllm serve org/m)\nCMD+=(--seed 7)\nexec numactl -N 0 "${CMD[@]}"',
+    "a here document": f"ssh h bash <<EOF\n{STARTED}\nEOF",
+    "a script in a here document": f"cat > run.sh <<'EOF'\n#!/bin/sh\n{STARTED}\nEOF\nsbatch run.sh",
+    "a manifest in a here document": "kubectl apply -f - <<EOF\n"
+    + POD.format("image: vllm/vllm-openai, args: [org/m, --seed, '7']")
+    + "EOF",
+    "the main module": "python3 -m vllm.entrypoints.cli.main serve org/m --seed 7",
+    "the file of the server": "python /src/vllm/entrypoints/openai/api_server.py --model org/m --seed 7",
+    "words of Python": 'run([\n  "vllm", "serve",\n  "org/m",  # large\n  "--seed", "7"])',
+    "a pod with arguments": POD.format("image: vllm/vllm-openai, args: [org/m, --seed, '7']"),
+    "a pod with a shell": POD.format(f"image: any, command: [bash, -lc, --], args: ['{STARTED}']"),
+    "a pod of Dynamo": POD.format("image: x, command: [python3, -m, dynamo.vllm], args: [--model, org/m, --seed, '7']"),
+    "a service of Compose": "services:\n  a: {image: vllm/vllm-openai, command: org/m --seed 7}",
+    "a script in a map": POD.format(f"data: {{run.sh: 'exec {STARTED}'}}").replace("containers", "maps"),
+    "values of a chart": "image: {repository: vllm/vllm-openai}\nargs: [org/m, --seed, '7']",
+    "a Dockerfile": 'FROM vllm/vllm-openai\nCMD ["org/m", \\\n  "--seed", "7"]',
+    "a Dockerfile with an entry point": 'FROM any\nENTRYPOINT ["vllm", "serve"]\nCMD ["org/m", "--seed", "7"]',
+    "a Dockerfile with a shell": f"FROM any\nCMD exec {STARTED}",
+    "a unit of systemd": "[Unit]\nDescription=don't\n[Service]\nExecStart=/opt/vllm serve org/m \\\n  --seed 7",
+    "prose": f"Don't start it yet::\n\n    $ {STARTED.replace(' --', NEXT)}\n\nYou can.\n",
+    "a Makefile": f"run:\n\t@{STARTED.replace(' --', NEXT)}\n",
+    "a notebook": json.dumps({"cells": [{"source": ["%%bash\n", "vllm serve org/m \\\n", "  --seed 7"]}]}),
+    "a page": f"Don't run `vllm serve` yet.\n\n```sh\n$ {STARTED}\n```\n\n```python\nprint(\"don't\")\n```\n",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_engine_is_found_wherever_its_start_stands(name):
+    (text,) = profiles_of(COMMANDS[name])
+    assert "  model: org/m" in text
+    assert "    seed: 7 " in text
+    assert text.count("Not carried over") == 0 or "`source a`" in text, text
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("trtllm-serve org/m --max_batch_size 7", "max_batch_size: 7"),
+        ("docker run nvcr.io/x trtllm-llmapi-launch trtllm-serve serve org/m --max_batch_size 7", "max_batch_size: 7"),
+        ("docker run lmsysorg/sglang python3 -m sglang.launch_server --model org/m --page-size 7", "page_size: 7"),
+        ("python3 -m dynamo.sglang --model-path org/m --page-size 7", "page_size: 7"),
+        ("python3 -m dynamo.trtllm --model-path org/m --max-num-tokens 7", "max_num_tokens: 7"),
+    ],
+)
+def test_other_engines_are_found_too(command, flag):
+    (text,) = profiles_of(command)
+    assert "  model: org/m" in text
+    assert flag in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "echo 'vllm serve a/b'",
+        'log "Starting vllm serve on port 1"',
+        "Run vllm serve to start it.",
+        "docker run vllm/vllm-openai bash",
+        "docker run -e A=b vllm/vllm-openai /bin/sh -c true",
+        "pkill -f 'vllm serve'",
+        "vllm serve --help",
+        "services: {a: {image: vllm/vllm-openai, entrypoint: /app/start, command: org/m}}",
+        POD.format("image: vllm/vllm-openai, command: [/app/start]"),
+    ],
+)
+def test_what_starts_no_engine_is_not_read(text):
+    with pytest.raises(KvbmError, match="starts no engine"):
+        launches_in(text, "text")
+
+
+@pytest.mark.parametrize("use", ['"${A[@]}"', "$A"])
+def test_one_unknown_value_does_not_hide_the_others(use):
+    given = 'A=(--max-model-len 4096 --port "${PORT}")' if "@" in use else 'A="--max-model-len 4096 --port ${PORT}"'
+    (text,) = profiles_of(f"{given}\nvllm serve X {use}")
+    assert "max_model_len: 4096" in text
+    assert "# - `--port ${PORT}` (line 2): the file does not show its value" in text
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "if [ $BIG ]; then\n  TP=16\nfi",
+        "[ $BIG ] && TP=16",
+        "for TP in 2 4; do",
+        "while true; do TP=$((TP * 2))",
+        "case $1 in a) TP=2;; esac",
+    ],
+)
+def test_one_of_two_values_is_not_chosen(condition):
+    (text,) = profiles_of(f"TP=1\n{condition}\nvllm serve a/b -tp $TP")
+    assert "tensor_parallel_size" not in text
+    assert re.search(r"`-tp \$TP` \(line \d\): the file does not show its value", text), text
+
+
+def test_a_default_remains_where_a_condition_sets_an_unknown_value():
+    (text,) = profiles_of('M=a/b\nwhile [ $# -gt 0 ]; do\n case $1 in --model) M="$2";;\n esac\ndone\nvllm serve $M')
+    assert "  model: a/b" in text
+    assert "`while` (line 2): conditions and loops are not evaluated" in text
+
+
+def test_variables_of_a_container_are_those_that_it_is_given():
+    (text,) = profiles_of("export A=1\ndocker run -e B=2 --env=C=3 -e D --env-file f vllm/vllm-openai org/m")
+    assert re.findall(r'^    (\w): "(\d)" ', text, re.MULTILINE) == [("B", "2"), ("C", "3")]
+    assert "`D` (line 2): its value is not in this file" in text
+    assert "`--env-file f` (line 2): other files are not read" in text
+
+
+TEMPLATE = """\
+kind: Deployment
+spec:
+  {{- if .Values.on }}
+  containers:
+  {{- end }}
+  - name: {{ .Chart.Name }}
+    image: "{{ .Values.image | default "vllm/vllm-openai" }}"
+    command: [vllm, serve, {{ .Values.model | quote }}, --seed, "7", "--port={{ .Values.port }}"]
+"""
+
+
+def test_templates_stay_unresolved():
+    (text,) = profiles_of(TEMPLATE)
+    assert "seed: 7" in text
+    left = text.partition("# Not carried over:")[2]
+    assert "`--port {{ .Values.port }}` (line 8): the file does not show its value" in left
+    assert "`{{ .Values.model | quote }}`" in left or "`--model {{ .Values.model | quote }}`" in left
+    assert "templates are not filled in" in left
+
+
+def test_words_of_a_command_are_taken_as_they_are():
+    words = ["docker", "run", "-e", "A=$B", "vllm/vllm-openai", "org/m", "--seed", "7", "--api-key", "sk-secret"]
+    found = recognised(words, "the command")
+    assert found.kind == "vllm"
+    assert found.argv == ("vllm", "serve", *words[5:])
+    assert 'A: "$$B"' in found.text
+    assert "sk-secret" not in found.text
+    assert [one.partition(":")[0] for one in found.unresolved] == ["`--api-key` (line 1)"]
 
 
 def test_secondary_tiers_of_vllm_become_a_disk_tier():

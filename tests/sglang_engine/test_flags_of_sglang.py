@@ -12,7 +12,7 @@ import pytest
 
 from kvbm.config.engine import SglangArguments
 from kvbm.engines.sglang.options import similar_flag
-from kvbm_cli.profile.import_profile import SGLANG_NAMES, value_count
+from kvbm_cli.profile.import_profile import names_of, value_count
 
 try:
     metadata.version("sglang")
@@ -48,7 +48,7 @@ def test_every_flag_has_the_entry_and_the_number_of_values_of_the_parser(flags):
     assert len(flags) > 500
     assert [(name, nargs) for name, _, nargs in flags if value_count(name, "sglang") != counted(nargs)] == []
     others = {name: entry for name, entry, _ in flags if name not in (entry, f"no_{entry}", "model")}
-    assert {name: SGLANG_NAMES.get(name, name) for name in others} == others
+    assert {name: names_of("sglang").get(name, name) for name in others} == others
 
 
 def test_no_flag_of_the_parser_is_taken_for_a_misspelt_one(flags):

@@ -112,6 +112,12 @@ SCRIPTS = {
     "a growing array": lambda size: "a+=(x)\n" * (size // 7) + SERVE,
     "a growing variable": lambda size: "a+=x\n" * (size // 5) + SERVE,
     "a here document": lambda size: "cat <<A >f\n" + "x\n" * (size // 2) + "A\n" + SERVE,
+    "a variable under conditions": lambda size: "if x\n" + "a=x\na+=x\n" * (size // 9) + SERVE,
+    "commands in quotes": lambda size: "x 'vllm serve m' 'vllm serve m'\n" * 90 + "x 'a b'\n" * (size // 8) + SERVE,
+    "instructions": lambda size: "FROM a\n" + "CMD a\nENV a b\n" * (size // 14) + 'CMD ["vllm", "serve", "m"]',
+    "blocks of code": lambda size: "```\nx\n```\n" * (size // 10) + f"```\n{SERVE}y\n```\n",
+    "a list of Python": lambda size: "don't " + '["vllm", "serve", "m"' + ', "x", y(z)' * (size // 11) + "]",
+    "lines of prose": lambda size: "don't\n" + "A=b vllm serve m\n" * (size // 17),
     "a variable of spaces": lambda size: f"DYN_KVBM_CPU_CACHE_GB={' ' * size}x",
     "flags that are refused": lambda size: "vllm serve m" + "".join(f" --f{one} 1" for one in range(size // 80)),
 }

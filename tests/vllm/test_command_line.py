@@ -22,6 +22,7 @@ from kvbm.engines.vllm.flags import KVBM_SETS
 from kvbm.engines.vllm.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, _flag, plan
 from kvbm.engines.vllm.versions import PACKAGE, VllmInstallation, is_known
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.import_profile import name_of, value_count
 
 WITH_SCRIPT = VllmInstallation("0.32.0", "vllm", "/venv/bin/vllm", has_kvbm=True)
 ARGUMENTS: dict[str, Any] = {
@@ -102,6 +103,19 @@ def test_every_flag_that_profiles_are_tested_with_is_one_of_this_vllm_and_is_par
     parsed_here = flags.keys() - {"help", "config"}  # one ends the program, the other names a file
     words = [word for name in parsed_here for word in _flag(name.replace("-", "_"), flags[name])]
     parser().parse_args(words)
+
+
+def test_the_importer_knows_names_and_numbers_of_values_of_this_parser() -> None:
+    flags = [(word, action) for action in parser()._actions for word in action.option_strings]
+    numbers = {word[2:].replace("-", "_"): action.nargs for word, action in flags if word.startswith("--")}
+    counts = {name: {0: 0, "*": 2, "+": 2}.get(number, 1) for name, number in numbers.items()}
+    assert {name: min(value_count(name, "vllm"), 2) for name in counts} == counts
+    short = {
+        word: next(one for one in action.option_strings if one.startswith("--"))[2:].replace("-", "_")
+        for word, action in flags
+        if not word.startswith("--") and word not in ("-h", "-O")
+    }
+    assert {word: name_of(word) for word in short} == short
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu-demo", "vllm-hybrid-cpu-demo"])
