@@ -121,18 +121,13 @@ def _reason_not_writable(path: Path) -> str | None:
     return None if os.access(path, os.W_OK) else "permission denied"
 
 
-def require_workload(resolved: ResolvedProfile) -> None:
-    """ProfileError for a workload of `kvbm bench` that is missing or invalid."""
-    if (workload := resolved.profile.bench.workload) is not None:
-        try:
-            load_workload(workload)
-        except UsageError as error:
-            raise resolved.mistake("bench.workload", error.message, hint=error.hint) from None
-
-
 def _of_workload(resolved: ResolvedProfile) -> list[ProfileError]:
+    """Return the mistakes of a workload of `kvbm bench` that is missing or invalid."""
     try:
-        require_workload(resolved)
+        if (workload := resolved.profile.bench.workload) is not None:
+            load_workload(workload)
+    except UsageError as error:
+        return [resolved.mistake("bench.workload", error.message, hint=error.hint)]
     except ProfileError as mistake:
         return [mistake]
     return []
