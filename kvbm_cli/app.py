@@ -30,6 +30,7 @@ from kvbm_cli.terminal.options import flag, help_without_command
 from kvbm_cli.terminal.show_error import show_kvbm_error
 from kvbm_cli.terminal.usage_error import show_usage_error
 from kvbm_cli.top.app import top
+from kvbm_cli.try_.app import try_
 
 INTERRUPTED = 130
 OTHERS_WRITE = 0o022
@@ -45,6 +46,8 @@ app = typer.Typer(
 )
 for command in (serve, status, top, stop, logs, size, plan, doctor, completion):
     app.command(cls=Command)(command)
+# Everything from the first word of the engine's command on is its own.
+app.command("try", cls=Command, context_settings={"allow_interspersed_args": False})(try_)
 for name, group in (("profile", profile_app), ("cache", cache_app), ("bench", bench_app)):
     app.add_typer(group, name=name)
 

@@ -40,6 +40,7 @@ _SECRET = (
 )
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 _VARIABLE = re.compile(rf"\b((?>[A-Z0-9_]*(?:{_SECRET})[A-Z0-9_]*)[\"']?)(\s*[:=]\s*[\"']?)(?![\"'\s*])[^\s\"',}}]+")
+_FLAG = re.compile(rf"(?i)(?<![^\s'\"])(--(?>[\w-]*?(?:{_SECRET}))[\w-]*+(?:=|\s+)['\"]?)(?![-'\"\s*])[^\s'\"`]+")
 _QUOTED = re.compile(r"`([^`\n]*)(`|$)")
 HIDDEN = "***"
 
@@ -76,7 +77,9 @@ def one_line(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with `***` for credentials and signatures in URLs, and for values of secret variables."""
+    """Return the text with `***` for credentials and signatures in URLs, and for values of secret variables and
+    flags."""
+    text = _FLAG.sub(rf"\1{HIDDEN}", text) if "--" in text else text
     return _VARIABLE.sub(rf"\1\2{HIDDEN}", without_url_secrets(text))
 
 

@@ -26,9 +26,9 @@ bench_app = typer.Typer(
     cls=CommandGroup, invoke_without_command=True, rich_markup_mode=None, subcommand_metavar="[COMMAND]"
 )
 COMPARE_HELP = (
-    "Compare with `baseline`, the engine without kvbm; with a profile; with the engine of a profile without kvbm; or "
-    "with a running server, as URL or NAME=URL [default: baseline]. May be repeated. Without --profile, the first "
-    "server is measured."
+    "Compare with `baseline`, the engine without kvbm; with a profile; with the engine of a profile without kvbm; with "
+    "the engine that a command line starts, as NAME='COMMAND'; or with a running server, as URL or "
+    "NAME=URL [default: baseline]. May be repeated. Without --profile, the first server is measured."
 )
 DirectoryArgument = Annotated[Path, path_argument("DIR", "Directory of a benchmark.")]
 
@@ -83,7 +83,7 @@ def bench(
     set_: SetOption = None,
     compare: Annotated[
         list[str] | None,
-        option("--compare", "baseline|PROFILE|baseline:PROFILE|URL", COMPARE_HELP, compared),
+        option("--compare", "baseline|PROFILE|baseline:PROFILE|COMMAND|URL", COMPARE_HELP, compared),
     ] = None,
     ca_file: Annotated[
         Path | None,

@@ -3,6 +3,7 @@
     kvbm bench --profile demo                                     kvbm against baseline, the same engine without kvbm
     kvbm bench --profile demo --compare demo-disk                 demo against demo-disk, both with kvbm
     kvbm bench --profile demo --compare baseline:other            kvbm against the engine of `other` without kvbm
+    kvbm bench --profile demo --compare 'name=vllm serve ...'     kvbm against the engine that this command line starts
     kvbm bench --compare new=http://host:1 --compare old=http://host:2    two running servers
 
 The first arm is measured; the others are its references. `floor` is the engine of the profile without kvbm and with a
@@ -31,6 +32,7 @@ from kvbm.errors import KvbmError, ProfileError, UsageError
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
+from kvbm_cli.profile.import_command import examined_command
 from kvbm_cli.profile.machine_problems import problems_here, require_none
 from kvbm_cli.profile.preflight import check, examine_here
 from kvbm_cli.profile.resolve import resolve_to_start
@@ -54,6 +56,7 @@ OF_MACHINE = ("engine.model", "engine.python", "server.host", "metrics.host", "t
 
 ArmKind = Literal["kvbm", "baseline", "profile", "floor", "url"]
 _URL = re.compile(r"(?:(?P<name>[A-Za-z0-9_-]{1,40})=)?(?P<url>https?://.*)")
+_COMMAND = re.compile(r"(?:(?P<name>[a-z0-9_-]{1,40})=)?(?P<command>\S+\s.*)", re.DOTALL)
 _ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(?:/\S*)?")
 
 
@@ -186,7 +189,9 @@ def comparison_of(
 def _of_profiles(profiles: Sequence[str], overrides: Sequence[str], compared: Sequence[str]) -> Comparison:
     resolved = resolve_to_start(*profiles, overrides=overrides)
     _require_usable(resolved)
-    is_named = any(not _is_server(one) and not one.startswith(BASELINE) for one in compared)
+    is_named = any(
+        not _is_server(one) and not one.startswith(BASELINE) and _command_in(one) is None for one in compared
+    )
     measured = Arm(free_name(resolved.name, RESERVED) if is_named else KVBM, "kvbm", resolved)
     references: list[Arm] = []
     for one in compared:
@@ -254,13 +259,30 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
         if BASELINE in taken:
             raise UsageError("`--compare baseline` is given twice")
         return Arm(BASELINE, "baseline", measured)
-    is_baseline = text.startswith(BASELINE_OF)
-    resolved = _profile_to_compare(text.removeprefix(BASELINE_OF))
+    if (command := _command_in(text)) is not None:
+        resolved, is_baseline = _started_by(command["command"])
+    else:
+        is_baseline = text.startswith(BASELINE_OF)
+        resolved = _profile_to_compare(text.removeprefix(BASELINE_OF))
     _require_usable(resolved)
     _require_comparable(measured, resolved)
     found = {key: (one.value, another.value) for key, one, another in differences(measured, resolved)}
-    name = free_name(resolved.name, (*RESERVED, *taken))
+    name = free_name((command and command["name"]) or resolved.name, (*RESERVED, *taken))
     return Arm(name, "baseline" if is_baseline else "profile", resolved, differences=found)
+
+
+def _command_in(text: str) -> re.Match[str] | None:
+    """Return the match of a command line; None for a profile, whose file may have blanks in its name."""
+    return None if text.endswith((".yaml", ".yml")) else _COMMAND.fullmatch(text)
+
+
+def _started_by(command: str) -> tuple[ResolvedProfile, bool]:
+    """Return the profile of a command line, and whether it is without kvbm. ProfileError for its mistakes."""
+    examined, has_kvbm = examined_command(command)
+    if examined.mistakes:
+        raise together(examined.mistakes)
+    assert examined.resolved is not None, "a profile without mistakes is resolved"
+    return examined.resolved, not has_kvbm
 
 
 def _profile_to_compare(compare: str) -> ResolvedProfile:

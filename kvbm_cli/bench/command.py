@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbm.engines.table import engine_version, make_model
 from kvbm.errors import KvbmError, UsageError
-from kvbm.text.outside import shown, without_secret_values
+from kvbm.text.outside import shown, without_secret_values, without_secrets
 from kvbm_cli.bench.arms import Comparison, comparison_of, lacking_here, profiles_of, require_startable
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, OpenArm
@@ -101,7 +101,7 @@ class BenchRequest:
             ("--pairs", [schedule.pairs]),
         ]
         given = [(flag, value) for flag, values in options for value in values if value is not None]
-        words = [word for flag, value in given for word in (flag, f"{value}")]
+        words = [word for flag, value in given for word in (flag, without_secrets(f"{value}"))]
         return ["kvbm", "bench", *words, *(() if self.has_floor else ("--no-floor",))]
 
 
@@ -123,6 +123,25 @@ def bench(request: BenchRequest) -> int:
         raise UsageError("`--price` is for the cost of a benchmark, and `--find-limit` measures none: leave it out")
     prices = None if request.price is None else read_prices(request.price)
     conditions = None if request.find_limit is None else parse_conditions(request.find_limit)
+    setup, first_starts, notes = setup_of(request)
+    if conditions is not None:
+        require_searchable(setup)
+    if request.is_dry_run:
+        return show_plan(setup, as_json=request.as_json, first_starts=first_starts, notes=notes)
+    for resolved in profiles_of(setup.comparison):
+        make_model(resolved.profile, say=print_note)
+    directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
+    if conditions is not None:
+        return search(setup, conditions, directory, as_json=request.as_json, words=request.words())
+    return measure(setup, directory, as_json=request.as_json, words=request.words(), prices=prices)
+
+
+def setup_of(request: BenchRequest) -> tuple[Setup, int, list[str]]:
+    """Resolve the arms and the workloads, and check that everything can start. KvbmError for the first problem.
+
+    Of a dry run, also returns the number of engines that start only to report the size of G1, and what the plan assumes
+    or this machine lacks.
+    """
     comparison = comparison_of(
         request.profiles, request.overrides, request.compare, request.ca_file, has_floor=request.has_floor
     )
@@ -144,17 +163,7 @@ def bench(request: BenchRequest) -> int:
         notes.append(f"the plan assumes that G1 holds {g1_tokens:,} tokens; the first engine reports it when it starts")
     elif scales and g1_tokens is None and pressures.is_auto:
         print_note("the engine does not report the size of G1, so the workload keeps its own size")
-    setup = _setup(comparison, cells_of(workloads, pressures, g1_tokens))
-    if conditions is not None:
-        require_searchable(setup)
-    if request.is_dry_run:
-        return show_plan(setup, as_json=request.as_json, first_starts=int(is_assumed), notes=notes)
-    for resolved in profiles_of(comparison):
-        make_model(resolved.profile, say=print_note)
-    directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
-    if conditions is not None:
-        return search(setup, conditions, directory, as_json=request.as_json, words=request.words())
-    return measure(setup, directory, as_json=request.as_json, words=request.words(), prices=prices)
+    return _setup(comparison, cells_of(workloads, pressures, g1_tokens)), int(is_assumed), notes
 
 
 def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
@@ -207,10 +216,11 @@ def measure(
     prices: Mapping[str, float] | None = None,
     engines: OpenArm | None = None,
     limits: VerdictLimits | None = None,
+    show_result: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
     """Measure, write and print the result; returns the exit code of the verdict.
 
-    `words` are the command line. `engines` and `limits` are for tests.
+    `words` are the command line. `engines` and `limits` are for tests. `show_result` prints the summary instead.
     """
     surroundings = {"command": list(words), **_surroundings(setup.comparison), "prices": prices}
     with _interruptible():
@@ -243,7 +253,10 @@ def measure(
     try:
         write_results(directory, results, summary)
     finally:  # the result of minutes of measuring is printed even if it cannot be written
-        print_summary(summary, directory.path, as_json=as_json)
+        if show_result is None:
+            print_summary(summary, directory.path, as_json=as_json)
+        else:
+            show_result(summary)
     return Verdict(summary["verdict"]).exit_code
 
 

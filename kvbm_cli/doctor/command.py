@@ -38,7 +38,7 @@ from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import require_files_answer
-from kvbm_cli.profile.size import size_of
+from kvbm_cli.profile.size import size_if_known, size_of
 from kvbm_cli.system.answering import silent_among
 from kvbm_cli.system.filesystem import expanded
 from kvbm_cli.terminal.console import print_data, print_json, print_note
@@ -107,6 +107,20 @@ def doctor(
     if write is not None:
         exit_code = max(exit_code, _write(resolved, settings, write, place))
     return exit_code
+
+
+def quick_checks(resolved: ResolvedProfile) -> list[Check]:
+    """Run the quick checks of memory and of the engine, without printing them."""
+    with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
+        runner = CheckRunner(progress, as_json=True)
+        sizing = size_if_known(resolved)
+        context = DoctorContext(
+            Machine(), None, resolved, resolved.profile.tiers, sizing, is_quick=True, on_phase=progress.report
+        )
+        with runner.at_most(QUICK_WORK_S):
+            runner.group("memory", memory.checks(context))
+            runner.group("engine", engine.checks(context))
+    return [check for of in runner.groups.values() for check in of]
 
 
 def _run_groups(runner: CheckRunner, context: DoctorContext, unsized: Sequence[Check]) -> RecommendedSettings | None:

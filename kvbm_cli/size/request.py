@@ -146,7 +146,7 @@ class SizeRequest:
             raise UsageError(f"`--gpu` and `--gpu-memory` are supported only with {title}")
         weights = self._size("--weights")
         if weights is None:
-            weights = _weight_bytes(engine.model)
+            weights = weight_bytes(engine.model)
         if weights is None:
             raise UsageError(
                 f"`--gpu` requires the size of the weights, and those of `{engine.model}` are not on this machine",
@@ -156,7 +156,7 @@ class SizeRequest:
         return MemoryEstimate(gpu.memory_bytes, weights, float(utilization))
 
 
-def _weight_bytes(model: str) -> int | None:
+def weight_bytes(model: str) -> int | None:
     """Bytes of the weights of a model on this machine: of its index, or of its files. None if there are none."""
     directory = model_directory(model)
     if directory is None:

@@ -77,6 +77,8 @@ def test_command_exists_with_its_options(name: str, words: list[str]) -> None:
         takes_value |= {name for option in options if not option.is_flag for name in option.opts}
         if is_value:
             is_value = False
+        elif word == "--":
+            break  # what follows is the command of an engine
         elif word.startswith("-") and word != "-":
             assert word.partition("=")[0] in known, (path, word)
             is_value = word in takes_value

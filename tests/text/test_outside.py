@@ -71,6 +71,8 @@ def test_a_line_obeys_nothing() -> None:
         ('  HF_TOKEN: "hf_abc"', '  HF_TOKEN: "***"'),
         ('{"AWS_SECRET_ACCESS_KEY": "x", "B": "y"}', '{"AWS_SECRET_ACCESS_KEY": "***", "B": "y"}'),
         ("max_tokens: 5, prefix_cache_key=3", "max_tokens: 5, prefix_cache_key=3"),
+        ("serve x --api-key 'k' --hf-token=t --max-tokens 5", "serve x --api-key '***' --hf-token=*** --max-tokens 5"),
+        ("remove `--api-key`, or --tokenizer x", "remove `--api-key`, or --tokenizer x"),
         ("set `AWS_SECRET_ACCESS_KEY`, or HF_TOKEN", "set `AWS_SECRET_ACCESS_KEY`, or HF_TOKEN"),
     ],
 )

@@ -1,0 +1,340 @@
+"""`kvbm try`: what it reads from a command, what it says before a start, its result, and how it ends early."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from bench_rig import (
+    PATIENT,
+    SMALL_G1_BLOCKS,
+    MockEngines,
+    planned,  # noqa: F401
+    without_sampler,  # noqa: F401
+    workload_file,
+)
+from model_configs import QWEN3, write_model
+
+from kvbm.engines.python_probe import _probe_once
+from kvbm.engines.table import kind_of
+from kvbm.errors import EngineError, EnvironmentProblem, ProfileError, UsageError
+from kvbm.host.machine_memory import HostMemory, Room
+from kvbm_cli.bench.arms import comparison_of
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.command import BenchRequest
+from kvbm_cli.bench.setup import CellOutline, Speed
+from kvbm_cli.doctor.check import CheckState, failure, warning
+from kvbm_cli.doctor.command import quick_checks
+from kvbm_cli.profile.import_command import import_words
+from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.size import size_of
+from kvbm_cli.terminal.crash_report import save_report
+from kvbm_cli.try_ import command, forecast
+from kvbm_cli.try_.command import TryRequest, try_engine
+
+FAKE_VLLM = Path(__file__).parents[1] / "cli" / "fake_vllm.py"
+SECRET = "not-for-files"
+LMCACHE = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})
+SMALL = {**QWEN3, "hidden_size": 256, "num_hidden_layers": 2}
+OF_A_GPU = json.dumps({"distribution": "vllm", "version": "0.32.0", "script": None, "has_kvbm": True})
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(command, "quick_checks", lambda resolved: [])  # which take seconds; two tests have others
+    monkeypatch.setattr(forecast, "THIS_MACHINE", Memory())
+    _probe_once.cache_clear()
+    return tmp_path / "state" / "kvbm" / "tries"
+
+
+class Memory(HostMemory):
+    available_bytes = 64 << 30
+
+    def room(self, node=None):
+        return Room(self.available_bytes, "a test")
+
+
+def small(tmp_path, **changes):
+    """A trial of the demo whose requests take two seconds."""
+    overrides = [f"engine.arguments.num_blocks={SMALL_G1_BLOCKS}"]
+    given = {"words": ["demo"], "overrides": overrides, "workload": workload_file(tmp_path), "is_confirmed": True}
+    return TryRequest(**{**given, **changes})
+
+
+def of_vllm(tmp_path, *flags, program=("vllm", "serve")):
+    write_model(tmp_path / "model", SMALL)
+    words = [*program, str(tmp_path / "model"), *flags]
+    return TryRequest(words=words, overrides=[f"engine.python={FAKE_VLLM}"])
+
+
+def only(state):
+    (directory,) = state.iterdir()
+    return directory, json.loads((directory / "try.json").read_text())
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_profile_ends_with_verdict_report_and_command(tmp_path, capsys, state):
+    code = try_engine(small(tmp_path), limits=PATIENT)
+    shown = capsys.readouterr()
+    directory, content = only(state)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert code in (0, 10)
+    assert "3 engine starts, about " in shown.err
+    *_, verdict, report, profile, keep, times = shown.out.splitlines()
+    assert verdict == f"{summary['verdict']}: {summary['explanation']}"
+    assert report == f"report: {directory}/report.html"
+    assert profile == "profile: demo"
+    assert keep.startswith("serve with it: kvbm serve --profile demo --set engine.arguments.num_blocks=")
+    assert times.startswith("took ")
+    assert content["took_s"] > 0
+    assert content["announced_s"] > 0
+    assert (directory / "report.html").exists()
+
+
+@pytest.mark.usefixtures("without_sampler")
+def test_json_is_the_summary_with_the_trial(tmp_path, capsys, state):
+    try_engine(small(tmp_path, as_json=True), engines=MockEngines(), limits=PATIENT)
+    printed = json.loads(capsys.readouterr().out)
+    directory, content = only(state)
+    assert printed["try"] == {**content, "directory": str(directory)}
+    assert printed["verdict"] == json.loads((directory / "summary.json").read_text())["verdict"]
+
+
+class Ending(MockEngines):
+    """Raises when the arm kvbm is to start."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __call__(self, arm, log, room):
+        if arm == "kvbm":
+            raise self.error
+        return super().__call__(arm, log, room)
+
+
+@pytest.mark.usefixtures("without_sampler")
+def test_an_interrupted_trial_continues(tmp_path, capsys, state):
+    assert try_engine(small(tmp_path), engines=Ending(KeyboardInterrupt()), limits=PATIENT) == 130
+    directory, content = only(state)
+    assert f"kvbm try --resume {directory}\n" in capsys.readouterr().err
+    engines = MockEngines()
+    assert try_engine(TryRequest(resume=directory), engines=engines, limits=PATIENT) in (0, 10)
+    assert "recording" not in engines.started  # it has ended
+    assert only(state)[1] == {**content, "took_s": only(state)[1]["took_s"]}
+
+
+@pytest.mark.usefixtures("without_sampler")
+def test_a_failure_says_what_was_learned(tmp_path, capsys, state):
+    with pytest.raises(EngineError, match="no such device"):
+        try_engine(small(tmp_path), engines=Ending(EngineError("no such device")), limits=PATIENT)
+    shown = capsys.readouterr().err
+    assert "before the failure, an engine without kvbm started and answered" in shown
+    assert f"the logs are in {only(state)[0]}" in shown
+
+
+def test_a_command_becomes_a_profile_without_its_secrets(tmp_path, capsys, state, monkeypatch):
+    flags = ("--host", "0.0.0.0", "--port", "8123", "--api-key", SECRET, "--kv-transfer-config", LMCACHE)
+    with pytest.raises(UsageError, match="cannot ask"):
+        try_engine(of_vllm(tmp_path, "--max-model-len", "4096", *flags))
+    directory, content = only(state)
+    profile = yaml.safe_load((directory / "tried.yaml").read_text())
+    assert profile["engine"]["model"] == str(tmp_path / "model")
+    assert profile["engine"]["arguments"] == {"max_model_len": 4096}
+    assert profile["server"] == {"port": 8123, "host": "0.0.0.0"}
+    assert profile["tiers"]["host"]["capacity"].endswith("MiB")
+    shown = capsys.readouterr().err
+    assert "the engines of the trial listen on 127.0.0.1 and free ports, not on 0.0.0.0:8123" in shown
+    assert "not carried over: `--api-key` (line 1): a secret is not copied" in shown
+    assert "not carried over: `--kv-transfer-config with LMCacheConnectorV1` (line 1): kvbm replaces" in shown
+    assert "on a CPU, G1 is set with and without kvbm: engine.arguments.num_gpu_blocks_override=" in shown
+    assert content["serve"].endswith(f"/tried.yaml --set engine.python={FAKE_VLLM}")
+    for path in directory.rglob("*"):
+        assert path.is_dir() or SECRET not in path.read_text()
+    assert SECRET not in shown
+
+
+def test_a_relative_model_is_that_of_the_current_directory(tmp_path, state, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = of_vllm(tmp_path)
+    with pytest.raises(UsageError, match="cannot ask"):
+        try_engine(TryRequest(words=["vllm", "serve", "model"], overrides=request.overrides))
+    assert f"model: {tmp_path}/model" in (only(state)[0] / "tried.yaml").read_text()
+
+
+def test_a_script_is_read_and_not_run(tmp_path, state):
+    write_model(tmp_path / "model", SMALL)
+    script = tmp_path / "start.sh"
+    script.write_text(f"touch {tmp_path}/was-run\nexec vllm serve {tmp_path}/model --max-model-len 2048\n")
+    script.chmod(0o755)
+    with pytest.raises(UsageError, match="cannot ask"):
+        try_engine(TryRequest(words=[str(script)], overrides=[f"engine.python={FAKE_VLLM}"]))
+    assert "max_model_len: 2048" in (only(state)[0] / "tried.yaml").read_text()
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ((), UsageError, "requires the command"),
+        (("curl", "http://host"), ProfileError, "starts no engine"),
+        (("no-such-profile",), ProfileError, "no profile is named"),
+    ],
+)
+def test_what_starts_no_engine_is_refused_before_anything_is_written(words, error, message, state):
+    with pytest.raises(error, match=message):
+        try_engine(TryRequest(words=words, is_confirmed=True))
+    assert not any(path.is_file() for path in state.rglob("*"))
+
+
+def test_options_after_a_file_are_named(tmp_path, kvbm):
+    (script := tmp_path / "start.sh").write_text("vllm serve x\n")
+    code, _, err = kvbm("try", script, "--yes")
+    assert code == 2
+    assert f"error: `--yes` after `{script}`: options of `kvbm try` come first" in err
+
+
+def test_a_missing_model_is_named(kvbm):
+    code, _, err = kvbm("try", "--yes", "--", "vllm", "serve", "/no/model")
+    assert code == 2
+    assert "there is no directory `/no/model`" in err
+
+
+@pytest.mark.parametrize(
+    ("check", "error"),
+    [
+        (failure("version", "vLLM 0.20 is not supported", "install another"), "version: vLLM 0.20 is not supported"),
+        (warning("huge pages", "disabled"), "cannot ask"),
+    ],
+)
+def test_what_doctor_refuses_is_refused(check, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "quick_checks", lambda resolved: [check])
+    with pytest.raises((EnvironmentProblem, UsageError), match=error):
+        try_engine(of_vllm(tmp_path))
+    assert ("warning: huge pages: disabled" in capsys.readouterr().err) == (check.name == "huge pages")
+
+
+def test_the_checks_of_doctor_name_a_missing_engine(tmp_path):
+    write_model(tmp_path / "model", SMALL)
+    start = import_words(["vllm", "serve", str(tmp_path / "model")])
+    (tmp_path / "tried.yaml").write_text(f"{start.text}tiers: {{host: {{capacity: 1GiB}}}}\n")
+    resolved = resolve(str(tmp_path / "tried.yaml"), overrides=["engine.python=/bin/false"])
+    found = {check.name: check for check in quick_checks(resolved)}
+    assert found["version"].state is CheckState.FAILURE
+
+
+def test_a_state_directory_that_cannot_be_written(tmp_path, kvbm, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    code, _, err = kvbm("try", "--yes", "demo")
+    assert code == 1
+    assert f"error: cannot use `{tmp_path}/file" in err
+
+
+@pytest.mark.parametrize(("gib", "arms"), [(3, None), (6, "in_turn"), (64, "interleaved")])
+def test_memory_decides_whether_engines_run_together(gib, arms, tmp_path, monkeypatch, state):
+    monkeypatch.setattr(Memory, "available_bytes", gib << 30)
+    if arms is None:
+        with pytest.raises(EnvironmentProblem, match=r"too little host memory: 3\.0 GiB are free \(a test\), and"):
+            try_engine(of_vllm(tmp_path))
+        return
+    with pytest.raises(UsageError, match="cannot ask"):
+        try_engine(of_vllm(tmp_path))
+    assert json.loads((only(state)[0] / "requests.yaml").read_text())["schedule"]["arms"] == arms
+
+
+def nvidia_smi(tmp_path, monkeypatch, used_mib):
+    (program := tmp_path / "bin" / "nvidia-smi").parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho '0, 81559, {used_mib}, 9.0'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_VLLM", OF_A_GPU)
+
+
+def test_a_gpu_in_use_is_reported_before_anything_is_started(tmp_path, monkeypatch):
+    nvidia_smi(tmp_path, monkeypatch, used_mib=70_000)
+    with pytest.raises(EnvironmentProblem, match=r"GPU 0 is in use: 11\.3 GiB of 79\.6 GiB are free"):
+        try_engine(of_vllm(tmp_path))
+
+
+def test_a_free_gpu_is_measured_in_turn_with_pressure(tmp_path, monkeypatch, state, capsys):
+    nvidia_smi(tmp_path, monkeypatch, used_mib=500)
+    monkeypatch.setattr(Memory, "available_bytes", (2 << 30) + (256 << 20))  # bench looks at this machine, too
+    with pytest.raises(UsageError, match="cannot ask"):
+        try_engine(of_vllm(tmp_path))
+    directory, content = only(state)
+    assert content["pressure"] == "1.5"
+    assert json.loads((directory / "requests.yaml").read_text())["schedule"]["arms"] == "in_turn"
+    assert "num_gpu_blocks_override" not in capsys.readouterr().err
+
+
+def test_a_container_is_not_started():
+    start = import_words(["docker", "run", "vllm/vllm-openai:latest", "--model", "Qwen/Qwen3-8B"])
+    assert start.notes[0].startswith("the engine that is installed here is started, not the image")
+    assert "model: Qwen/Qwen3-8B" in start.text
+
+
+def test_a_trace_replaces_the_conversations(tmp_path, state):
+    trace = Path(__file__).with_name("data") / "mooncake-conversation-head.jsonl.gz"
+    with pytest.raises(UsageError, match="cannot ask"):
+        try_engine(TryRequest(words=["demo"], trace=trace, minutes=2))
+    directory, content = only(state)
+    assert json.loads((directory / "requests.yaml").read_text())["file"] == str(trace)
+    assert content["pressure"] == "none"
+    assert content["duration_s"] >= 60
+
+
+SPEED = Speed(10.0, 1000.0, 160.0)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.parametrize("minutes", [2, 5, 20, 600])
+def test_more_minutes_allow_more_pressure_and_runs(in_turn, minutes):
+    sizing = size_of(resolve("demo"))
+    found = forecast.forecast(SPEED, sizing, in_turn=in_turn, minutes=minutes)
+    starts, groups = (1 + 2 * found.pairs, 2 * found.pairs) if in_turn else (3, 1)
+    total_s = forecast.total_s(SPEED, starts, groups * CellOutline.of(Cell("try", found.workload), SPEED).duration_s)
+    assert (found.note is None) == (found.pressure == forecast.PRESSURE)
+    if starts * SPEED.start_s < 30 * minutes:
+        assert total_s <= 66 * minutes
+    if minutes == 600:
+        assert (found.pressure, found.pairs) == (forecast.PRESSURE, 3 if in_turn else 1)
+
+
+def test_an_arm_by_command_line_keeps_its_own_cache():
+    variables = "LMCACHE_MAX_LOCAL_CPU_SIZE=60"
+    command = (
+        f"lmcache={variables} vllm serve Qwen/Qwen3-8B --max-model-len 32768 --port 9 --kv-transfer-config '{LMCACHE}'"
+    )
+    comparison = comparison_of(("vllm",), (), (command,))
+    (arm,) = comparison.references
+    assert comparison.measured.name == "kvbm"
+    assert (arm.name, arm.kind, arm.has_kvbm) == ("lmcache", "baseline", False)
+    assert arm.resolved is not None
+    plan = kind_of(arm.resolved.profile).launch_plan(arm.resolved.profile, connector=False, port=1)
+    assert json.loads(plan.argv[plan.argv.index("--kv-transfer-config") + 1]) == json.loads(LMCACHE)
+    assert plan.environment["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "60"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("lmcache=vllm serve 'x", "cannot read the words"),
+        ("vllm serve other/model", "`engine.model` is"),
+        ("x=vllm serve Qwen/Qwen3-8B --kv-transfer-config {", "must be a JSON object"),
+        ("echo vllm", "starts no engine"),
+    ],
+)
+def test_a_wrong_arm_by_command_line_is_refused(command, message):
+    with pytest.raises((UsageError, ProfileError), match=message):
+        comparison_of(("vllm",), (), (command,))
+
+
+def test_secrets_of_a_command_are_in_no_record_and_no_crash_report():
+    compared = f"a=vllm serve x --api-key {SECRET}"
+    assert SECRET not in " ".join(BenchRequest(compare=[compared]).words())
+    report = save_report(ValueError("x"), ["try", "--", "vllm", "serve", "x", "--api-key", SECRET])
+    assert report is not None
+    assert SECRET not in report.read_text()
