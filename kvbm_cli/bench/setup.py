@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.preparation import SMALLEST_INTERVAL_S, repeats_answers
 from kvbm_cli.bench.result.directory import FORMAT, run_name
 from kvbm_cli.bench.result.results import CellResult, Results
+from kvbm_cli.bench.show.terminal import WIDTH
 from kvbm_cli.bench.workload.plan import Dialect, Plan
 from kvbm_cli.bench.workload.script import LengthWriter, Script, with_canned_answers
 from kvbm_cli.profile.size import size_if_known
@@ -72,7 +74,7 @@ def show_plan(setup: Setup, *, as_json: bool, first_starts: int = 0, notes: Sequ
     print(f"\nin total: {plan['starts']} engine starts, {memory}")
     print(f"duration: about {duration(plan['duration_s'])}")
     for note in plan["notes"]:
-        print(printable(f"note: {note}"))
+        print(textwrap.fill(printable(f"note: {note}"), WIDTH, subsequent_indent="  ", break_long_words=False))
     return 0
 
 
