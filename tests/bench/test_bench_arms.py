@@ -97,7 +97,7 @@ def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
 
 
 def own_blocks(*overrides):
-    model = "engine.model=synthetic:tiny"
+    model = "engine.model=synthetic:vllm-25m"
     return comparison_of(("vllm-cpu-demo",), [model, "engine.environment.VLLM_CPU_KVCACHE_SPACE=1", *overrides], [])
 
 
