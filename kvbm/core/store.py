@@ -325,13 +325,11 @@ class BlockStore:
         return absent
 
     def evict_next(self, hashes: Sequence[bytes]) -> None:
-        """Make those of `hashes` that are registered and not pinned the next ones to be evicted, the last one first.
-        Not if the policy knows uses."""
-        assert not self.policy.knows_uses, "classes have an order of their own"
+        """Make those of `hashes` that are registered and not pinned the next ones to be evicted, the last one first."""
         slots = dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None)
         inactive = [slot for slot in slots if self._states[slot] == INACTIVE]
         self._lists.remove(inactive)
-        self._lists.prepend(self._lists.inactive, inactive)
+        self._order.evict_next(inactive)
 
     def oldest(self, count: int) -> tuple[bytes, ...]:
         """Return the hashes of up to `count` blocks that would be evicted first, in that order."""

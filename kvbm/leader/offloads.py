@@ -328,8 +328,8 @@ class Offloads:
 
     def has_spare(self, progress: OffloadProgress) -> bool:
         """Whether blocks that a request has used are in host memory without need: they are in G1, and are copied when
-        they leave it. Not those that a window has left. Adaptive eviction ranks all blocks itself."""
-        return self._late is not None and progress.can_wait and not self._host.store.policy.knows_uses
+        they leave it. Not those that a window has left."""
+        return self._late is not None and progress.can_wait
 
     def _order_late(self, late: LateOffloads) -> tuple[Offload, ...]:
         """Return one order for the noted blocks that the engine evicts next."""

@@ -1,5 +1,6 @@
 """Adaptive eviction: classes along a chain, what each table keeps, and when the chooser leaves LRU."""
 
+import math
 import random
 
 import pytest
@@ -138,6 +139,24 @@ def test_a_block_that_came_back_after_a_long_pause_counts_as_old():
 
 
 # The chooser
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_blocks_that_are_to_be_evicted_next_come_before_all_that_the_table_would_keep(table):
+    cache = forced(12, table)
+    spare, new, other = chain(0, 4), chain(100, 4), chain(200, 4)
+    use(cache, 0.0, new)
+    for at_s in (1.0, 50.0, 60.0):
+        use(cache, at_s, other)
+        use(cache, at_s, spare[:2] if at_s == 1.0 else spare)
+    times_s = [cache.store.policy.order.used_s(slot) for slot in range(12)]
+    assert cache.store.oldest(4) == tuple(new[::-1])
+    cache.store.evict_next(spare)
+    is_before = not math.isinf(table.new)  # blocks that the table would keep for nobody
+    assert cache.store.oldest(8) == tuple([*spare, *new] if not is_before else [*new, *spare])[::-1]
+    assert [cache.store.policy.order.used_s(slot) for slot in range(12)] == pytest.approx(times_s, abs=1e-5)
+    cache.store.touch(spare)
+    assert cache.store.oldest(4) == tuple(new[::-1])
 
 
 def requests_of(choice, count, conversations=60, longest=12):

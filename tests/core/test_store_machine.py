@@ -140,8 +140,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(hashes=batches)
     def evict_next(self, hashes):
-        if self.store.policy.knows_uses:
-            return
         self.store.evict_next(hashes)
         moved = [sequence_hash for sequence_hash in dict.fromkeys(hashes) if sequence_hash in self.order]
         rest = [sequence_hash for sequence_hash in self.order if sequence_hash not in moved]

@@ -275,7 +275,9 @@ def test_a_block_that_a_window_has_left_is_not_noted():
     rig.close()
 
 
-def test_host_memory_evicts_blocks_that_are_in_g1_again_first_tail_first(rig):
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
+def test_host_memory_evicts_blocks_that_are_in_g1_again_first_tail_first(eviction):
+    rig = late_rig(host_eviction=eviction)
     first, other = chain("first", 4), chain("other", 4)
     serve(rig, "first", first)
     serve(rig, "other", other)
@@ -286,6 +288,7 @@ def test_host_memory_evicts_blocks_that_are_in_g1_again_first_tail_first(rig):
     assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
     assert serve(rig, "in g1", first) == (4, 0)
     assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
+    rig.close()
 
 
 def test_the_tail_of_a_chain_of_many_slices_is_evicted_first():

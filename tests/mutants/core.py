@@ -43,6 +43,14 @@ MUTANTS = (
         fails="tests/core/test_adaptive_eviction.py",
     ),
     Mutant(
+        name="spare-blocks-keep-their-age",
+        bug="With adaptive eviction, blocks that are in G1 again are not evicted before those of other classes.",
+        file="kvbm/core/policies/ranking.py",
+        old="used_s[slot] = self.used_s(slot) - SPARE_S",
+        new="used_s[slot] = self.used_s(slot)",
+        fails="tests/core/test_adaptive_eviction.py",
+    ),
+    Mutant(
         name="unknown-blocks-outlive-their-prefix",
         bug="Blocks after a hit rank higher than the hit, so that a chain loses its middle first.",
         file="kvbm/core/policies/chain_use.py",

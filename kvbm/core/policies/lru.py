@@ -19,6 +19,9 @@ class LeastRecent(Order):
     def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:
         self.lists.append(self.lists.inactive, slots)
 
+    def evict_next(self, slots: list[int]) -> None:
+        self.lists.prepend(self.lists.inactive, slots)
+
     def take(self, count: int) -> list[int]:
         return self.lists.take(self.lists.inactive, count)
 

@@ -18,6 +18,11 @@ class Order(Protocol):
         the same slots from the last one to the first one, in pieces, if these are known."""
         ...
 
+    def evict_next(self, slots: list[int]) -> None:
+        """Make `slots`, which are in no list, the inactive ones that are evicted next, the last one first. A policy may
+        evict blocks before them that it keeps in free places only."""
+        ...
+
     def take(self, count: int) -> list[int]:
         """Remove and return the `count` slots that are evicted next, in that order. There must be as many."""
         ...

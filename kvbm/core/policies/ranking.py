@@ -30,7 +30,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import cast
 
 from kvbm.core.index import ascending_runs, picked
@@ -60,6 +60,7 @@ _CLASS_OF = bytes(mark & CLASS_MASK for mark in range(256))
 _IS_HINTED = bytes(mark & CLASS_MASK >= RETAINED or mark & OWNED > 0 for mark in range(256))
 _OF_NEW_BLOCKS = bytes(mark for mark in range(256) if mark & CLASS_MASK <= NEW)
 LEAST_WINDOW = 32  # slots that are examined together; more while all of them are evicted
+SPARE_S = 1e9  # subtracted from the time of the last use of blocks that are evicted before others
 TICK_S = 1e-6  # between two uses at the same time, so that their order is kept
 
 
@@ -204,7 +205,7 @@ class Ranked(Order):
         return bytes(merged)
 
     def _is_in_grace(self, slot: int, its_class: int) -> bool:
-        if its_class < RETAINED or (used_s := self._used_s[slot]) <= self._followed_since_s:
+        if its_class < RETAINED or (used_s := self.used_s(slot)) <= self._followed_since_s:
             return False
         return used_s + GRACES_S[its_class - RETAINED] > self.now_s
 
@@ -259,6 +260,13 @@ class Ranked(Order):
             last = slot
         self.lists.join(last, node)
 
+    def evict_next(self, slots: list[int]) -> None:
+        used_s, marks, inactive = self._used_s, self.marks, self.lists.inactive
+        for slot in slots:
+            used_s[slot] = self.used_s(slot) - SPARE_S
+        for its_class, some in groupby(slots, key=lambda slot: marks[slot] & CLASS_MASK):
+            self.lists.prepend(inactive + its_class, some)
+
     def take(self, count: int) -> list[int]:
         found, ends = self._next(count)
         for node, end in ends.items():
@@ -299,7 +307,8 @@ class Ranked(Order):
 
     def used_s(self, slot: int) -> float:
         """Return when the block in this slot last became inactive."""
-        return self._used_s[slot]
+        used_s = self._used_s[slot]
+        return used_s if used_s > -SPARE_S / 2 else used_s + SPARE_S
 
     def room(self, marks: bytes, free: int, inactive: int) -> int:
         """Return how many blocks with these marks, which never rise, may be kept, if so many slots are free and
