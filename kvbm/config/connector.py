@@ -11,16 +11,19 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, plain_values, together
 from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, invalid_text, mistakes_in
-from kvbm.config.schema import ConnectorConfig, OffloadSection
+from kvbm.config.schema import ConnectorConfig, OffloadSection, Profile
 from kvbm.config.values import WrongKey
 from kvbm.config.variables import drop_unused, read_variables, valid_variables
 from kvbm.errors import ProfileError
+
+Config = TypeVar("Config", ConnectorConfig, Profile)
 
 KEY = "kvbm"
 PLACE = f"kv_connector_extra_config.{KEY}"
@@ -56,6 +59,8 @@ def resolve_connector(
     else:
         document, mistakes = _of_variables(environment, warns=warns)
     config, wrong = _validated(document, place, is_complete=not mistakes)
+    if config is not None and KEY not in extra_config:
+        config = as_upstream(config)
     mistakes += [*wrong, *_unfit_for(engine, document, wrong)]
     if mistakes:
         raise together(mistakes)
@@ -93,6 +98,17 @@ def _validated(document: Document, place: str, *, is_complete: bool) -> tuple[Co
         return ConnectorConfig.model_validate(plain_values(document)), []
     except ValidationError as error:
         return None, mistakes_in(error, document, place, _FILE, is_complete=is_complete)
+
+
+def as_upstream(config: Config) -> Config:
+    """Return the configuration of variables with what none of them sets as in NVIDIA's block manager: the least
+    recently used blocks are evicted."""
+    tiers = {
+        name: tier.model_copy(update={"eviction": "lru"})
+        for name in ("host", "disk")
+        if (tier := getattr(config.tiers, name)) is not None
+    }
+    return config.model_copy(update={"tiers": config.tiers.model_copy(update=tiers)})
 
 
 def _unfit_for(engine: str, document: Document, wrong: Sequence[Mistake]) -> Iterator[Mistake]:

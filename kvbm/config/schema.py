@@ -38,9 +38,10 @@ class HostTierSection(Section):
         default=None, ge=1, le=2**40, description="Host memory as a number of blocks; overrides `capacity`."
     )
     eviction: Literal["lru", "adaptive"] = Field(
-        default="lru",
+        default="adaptive",
         description="Which blocks leave a full host memory: the least recently used ones (`lru`), or those that the "
-        "requests so far show to be the least useful (`adaptive`).",
+        "requests so far show to be the least useful (`adaptive`). Models with several KV cache groups or with states, "
+        f"and {kinds_that(lambda form: form.keeps_host_memory)}, always use `lru`.",
     )
 
     _has_a_size = model_validator(mode="after")(with_a_size)
@@ -56,9 +57,7 @@ class DiskTierSection(Section):
         default=None, ge=1, le=2**40, description="Disk space as a number of blocks; overrides `capacity`."
     )
     eviction: Literal["lru", "adaptive"] = Field(
-        default="lru",
-        description="Which blocks leave a full disk: the least recently used ones (`lru`), or those that the requests "
-        "so far show to be the least useful (`adaptive`).",
+        default="adaptive", description="Which blocks leave a full disk, like `tiers.host.eviction`."
     )
     directory: str = Field(
         default="~/.cache/kvbm",

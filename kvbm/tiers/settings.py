@@ -99,6 +99,12 @@ class EngineTraits:
     publishes_events: bool = False
     names_whole_chains: bool = True
 
+    @property
+    def has_one_chain(self) -> bool:
+        """Whether one chain names all blocks of a request, and the engine asks for the whole of it when it arrives."""
+        groups = self.groups
+        return self.names_whole_chains and len(groups) <= 1 and all(group.looks_back_over_all for group in groups)
+
 
 @dataclass(frozen=True, slots=True)
 class TierPolicy:
@@ -179,8 +185,8 @@ class LeaderSettings:
             reads_always=config.onboard.policy == "always",
             is_buffer=tiers.host is None,
             to_host=offload.to_host,
-            host_eviction="lru" if tiers.host is None else tiers.host.eviction,
-            disk_eviction="lru" if tiers.disk is None else tiers.disk.eviction,
+            host_eviction="lru" if tiers.host is None or not traits.has_one_chain else tiers.host.eviction,
+            disk_eviction="lru" if tiers.disk is None or not traits.has_one_chain else tiers.disk.eviction,
             disk=TierPolicy.of(offload, to_disk, 0.0 if tiers.disk is None else tiers.disk.drain_s),
             shared=shared,
         )
@@ -200,5 +206,4 @@ class LeaderSettings:
     @property
     def can_cut_loads(self) -> bool:
         """Whether the engine can use the beginning of a load without the rest."""
-        groups = self.groups
-        return len(groups) == 1 and groups[0].looks_back_over_all
+        return self.traits.has_one_chain

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvbm.config.connector import resolve_connector
+from kvbm.config.connector import as_upstream, resolve_connector
 from kvbm.config.document import parse_document
 from kvbm.config.engine import ENGINES
 from kvbm.config.values import WrongKey
@@ -80,9 +80,10 @@ def _store_note(environment: Mapping[str, str], warnings: tuple[str, ...]) -> It
 
 
 def _require_equal(text: str, config: object) -> None:
-    """InvariantError unless the text resolves to the configuration of the variables."""
+    """InvariantError unless the text resolves to the configuration of the variables, but for what none of them sets."""
     document, mistakes = parse_document(text, label="imported.yaml")
     resolved = examine_written(Path("imported.yaml"), document, directories=[]).resolved
     names = ("tiers", "offload", "onboard", "transfer", "metrics")
-    if mistakes or resolved is None or any(getattr(resolved.profile, name) != getattr(config, name) for name in names):
+    found = None if resolved is None else as_upstream(resolved.profile)
+    if mistakes or any(getattr(found, name, None) != getattr(config, name) for name in names):
         raise InvariantError("the profile differs from the configuration of the variables")

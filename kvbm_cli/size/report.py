@@ -70,13 +70,25 @@ def _report(
     lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
     lines += [line for line in (snapshot_line(sizing),) if line is not None]
     lines += [f"note: {note}" for note in sizing.notes]
-    lines += ["", tier_table(resolved, sizing, has_ranks=True)]
+    lines += ["", tier_table(resolved, sizing, has_ranks=True), "", _eviction_line(resolved, sizing)]
     for one in (longest, sizing):
         if one is not None and one.sequence_blocks:
             lines += ["", *_sequence_lines(one)]
     if needed is not None:
         lines += ["", *_needed_lines(needed)]
     return [*lines, "", *_variable_lines(sizing)]
+
+
+def _eviction_line(resolved: ResolvedProfile, sizing: Sizing) -> str:
+    """Say which blocks leave each full tier."""
+    profile, why = resolved.profile, ""
+    if profile.engine.keeps_host_memory:
+        why = f": {profile.engine.kind} does not name whole chains"
+    elif sizing.group_count > 1 or sizing.snapshot is not None:
+        why = ": the model has several KV cache groups or states"
+    tiers = {"G2": profile.tiers.host, "G3": profile.tiers.disk}
+    evictions = [f"{name} {'lru' if why else tier.eviction}" for name, tier in tiers.items() if tier is not None]
+    return f"eviction: {', '.join(evictions)}{why}"
 
 
 def _sequence_lines(sizing: Sizing) -> list[str]:

@@ -17,20 +17,30 @@ def config(**sections: Any) -> ConnectorConfig:
     return ConnectorConfig.model_validate(sections)
 
 
+def bare(*, host: dict[str, Any], **sections: Any) -> ConnectorConfig:
+    """A configuration without a profile: all blocks are copied, and the least recently used ones are evicted."""
+    tiers = {name: {"eviction": "lru", **tier} for name, tier in {"host": host, **sections.pop("tiers", {})}.items()}
+    return config(tiers=tiers, **sections)
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({GIGABYTES: "2.5"}, config(tiers={"host": {"capacity": "2500MB"}})),
-        ({BLOCKS: "100"}, config(tiers={"host": {"blocks": 100}})),
-        ({GIGABYTES: "1", BLOCKS: "100"}, config(tiers={"host": {"capacity": "1GB", "blocks": 100}})),
-        ({GIGABYTES: "1", BLOCKS: "0"}, config(tiers={"host": {"capacity": "1GB"}})),
+        ({GIGABYTES: "2.5"}, bare(host={"capacity": "2500MB"})),
+        ({BLOCKS: "100"}, bare(host={"blocks": 100})),
+        ({GIGABYTES: "1", BLOCKS: "100"}, bare(host={"capacity": "1GB", "blocks": 100})),
+        ({GIGABYTES: "1", BLOCKS: "0"}, bare(host={"capacity": "1GB"})),
+        (
+            {GIGABYTES: "1", "DYN_KVBM_DISK_CACHE_GB": "2"},
+            bare(host={"capacity": "1GB"}, tiers={"disk": {"capacity": "2GB"}}),
+        ),
         (
             {GIGABYTES: "1", "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": "2", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": "3"},
-            config(tiers={"host": {"capacity": "1GB"}}, transfer={"max_concurrent": 2, "batch_blocks": 3}),
+            bare(host={"capacity": "1GB"}, transfer={"max_concurrent": 2, "batch_blocks": 3}),
         ),
         (
             {GIGABYTES: "1", "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "60", "PATH": "/bin"},
-            config(tiers={"host": {"capacity": "1GB"}}, transfer={"init_timeout_s": 60.0}),
+            bare(host={"capacity": "1GB"}, transfer={"init_timeout_s": 60.0}),
         ),
     ],
 )
@@ -74,7 +84,7 @@ def test_a_configuration_in_the_wrong_place_is_refused(extra: dict[str, Any], ke
     ],
 )
 def test_a_setting_that_the_engine_or_the_tiers_cannot_follow_is_refused(engine: str, to_host: str, words: str) -> None:
-    contents = {"tiers": {"host": {"blocks": 7}}, "offload": {"to_host": to_host}}
+    contents = {"tiers": {"host": {"blocks": 7, "eviction": "lru"}}, "offload": {"to_host": to_host}}
     with pytest.raises(ProfileError, match=f"`offload.to_host` `{to_host}` {words}"):
         resolve_connector({"kvbm": contents}, {}, engine=engine)
 

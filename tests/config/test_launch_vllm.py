@@ -25,7 +25,7 @@ TRANSFER = {
     "kv_connector_extra_config": {
         "kvbm": {
             "tiers": {
-                "host": {"capacity": "2GiB", "blocks": None, "eviction": "lru"},
+                "host": {"capacity": "2GiB", "blocks": None, "eviction": "adaptive"},
                 "disk": None,
                 "shared": None,
             },

@@ -222,9 +222,9 @@ FILE_MISTAKES = {
         None,
     ),
     "second hit without a history": (
-        f"{BASE}offload: {{to_host: second_hit}}\n",
+        f"{BASE}    eviction: lru\noffload: {{to_host: second_hit}}\n",
         "`offload.to_host` `second_hit` requires `tiers.host.eviction: adaptive`, which knows earlier uses\n"
-        "  FILE:6:20\n    |\n  6 | offload: {to_host: second_hit}\n    |                    ^^^^^^^^^^",
+        "  FILE:7:20\n    |\n  7 | offload: {to_host: second_hit}\n    |                    ^^^^^^^^^^",
         None,
     ),
     "copies before evictions of an engine that shows none": (

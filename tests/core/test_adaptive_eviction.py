@@ -152,8 +152,8 @@ def test_blocks_that_are_to_be_evicted_next_come_before_all_that_the_table_would
     times_s = [cache.store.policy.order.used_s(slot) for slot in range(12)]
     assert cache.store.oldest(4) == tuple(new[::-1])
     cache.store.evict_next(spare)
-    is_before = not math.isinf(table.new)  # blocks that the table would keep for nobody
-    assert cache.store.oldest(8) == tuple([*spare, *new] if not is_before else [*new, *spare])[::-1]
+    last_first = [*spare, *new] if math.isinf(table.new) else [*new, *spare]
+    assert cache.store.oldest(8) == tuple(last_first[::-1])
     assert [cache.store.policy.order.used_s(slot) for slot in range(12)] == pytest.approx(times_s, abs=1e-5)
     cache.store.touch(spare)
     assert cache.store.oldest(4) == tuple(new[::-1])
