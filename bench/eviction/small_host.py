@@ -67,7 +67,7 @@ def start(name: str, flags: Flags) -> Server:
         "kv_connector_module_path": "kvbm.vllm_integration.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "kvbm": {"tiers": {"host": {"blocks": G2_BLOCKS}}, "offload": {"to_host": to_host}}
+            "kvbm": {"tiers": {"host": {"blocks": G2_BLOCKS, "eviction": "lru"}}, "offload": {"to_host": to_host}}
         },
     }
     return Server.start(name, flags, transfer_config=config, environment={"PYTHONPATH": str(HERE.parents[1])})

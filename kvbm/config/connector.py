@@ -101,14 +101,15 @@ def _validated(document: Document, place: str, *, is_complete: bool) -> tuple[Co
 
 
 def as_upstream(config: Config) -> Config:
-    """Return the configuration of variables with what none of them sets as in NVIDIA's block manager: the least
-    recently used blocks are evicted."""
+    """Return the configuration of variables with what none of them sets as in NVIDIA's block manager: all computed
+    blocks are copied, and the least recently used ones are evicted."""
     tiers = {
         name: tier.model_copy(update={"eviction": "lru"})
         for name in ("host", "disk")
         if (tier := getattr(config.tiers, name)) is not None
     }
-    return config.model_copy(update={"tiers": config.tiers.model_copy(update=tiers)})
+    offload = config.offload.model_copy(update={"to_host": "always"})
+    return config.model_copy(update={"tiers": config.tiers.model_copy(update=tiers), "offload": offload})
 
 
 def _unfit_for(engine: str, document: Document, wrong: Sequence[Mistake]) -> Iterator[Mistake]:

@@ -1,4 +1,5 @@
-"""LateOffloads: which blocks `offload.to_host: on_evict` copies to host memory, those that the engine evicts next.
+"""LateOffloads: which blocks `offload.to_host: on_evict` copies to host memory, those that the engine evicts next; and
+when `auto` is `on_evict`.
 
     computed   -> `note`: the leader keeps its name, and what the engine has in it
     evictable  -> the engine may use the block again, or give it to another request; it says neither
@@ -23,14 +24,30 @@ from typing import TYPE_CHECKING
 from kvbm.core.policies.ranking import PLAIN
 
 if TYPE_CHECKING:
+    from kvbm.config.schema import Tiers
     from kvbm.tiers.lower_tier import TierContext
     from kvbm.tiers.settings import EvictionQueue
 
+SMALL_HOST = 2  # `auto` copies late if host memory has less than so many times the blocks of G1
 STEPS_AHEAD = 2
 FADING = 1 - 1 / 256  # of the demand, in each step that fills a block: it halves in 177 such steps
 
 Note = tuple[object, bytes, bytes, int]  # content, sequence hash, tenant, mark
 Pick = tuple[int, object, bytes, bytes, int]  # G1 block, and its note
+
+
+def reason_to_copy_at_once(tiers: Tiers, *, host_blocks: int, g1_blocks: int) -> str:
+    """Return why `auto` copies blocks to host memory when they are computed; empty if it waits until the engine evicts
+    them. A tier that outlives the engine would lack the blocks that are in G1 at its end."""
+    if tiers.host is None:
+        return "host memory is only a buffer"
+    if tiers.disk is not None and tiers.disk.persist:
+        return "blocks on disk are kept for the next start"
+    if tiers.shared is not None and tiers.shared.write:
+        return "the shared tier takes the blocks of a request at its end"
+    if host_blocks >= SMALL_HOST * g1_blocks:
+        return f"host memory has {host_blocks:,} blocks, at least twice the {g1_blocks:,} of G1"
+    return ""
 
 
 class LateOffloads:

@@ -107,7 +107,7 @@ class Offloads:
         self._snapshots = _Batch()  # for the end of the next order
         self._keeps_unwritten = False  # whether a collected block may only evict blocks that are on disk
         self._late: LateOffloads | None = None
-        if context.settings.to_host == "on_evict" and context.callbacks.evictions is not None:
+        if context.callbacks.evictions is not None:
             self._late = LateOffloads(context.callbacks.evictions, context)
 
     def unwritten_blocks(self, end: int) -> int | None:

@@ -156,7 +156,7 @@ HIT_RATE_AT = (
     "have for the last requests, if each block were offered to it; with `metrics.capacities`",
 )
 INFO = ("kvbm_info", "1, with what an engine is as labels")
-INFO_LABELS = ("version", "engine_name", "engine_version", "model", "dtype", "block_tokens", "ranks")
+INFO_LABELS = ("version", "engine_name", "engine_version", "model", "dtype", "block_tokens", "ranks", "to_host")
 GAUGES = (USED_BYTES, CAPACITY_BYTES, QUEUE_DEPTH, QUEUE_AGE, STARTUP, HIT_RATE_AT, INFO)
 HISTOGRAMS = (TRANSFER_SECONDS, MATCH_SECONDS)
 

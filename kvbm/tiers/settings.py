@@ -57,8 +57,8 @@ class LeaderCallbacks:
     knows; None for what it has not. `chain_of(token_ids, salt)` returns the hashes of the full blocks of a prompt; None
     if the engine has several chains for it.
     `spans` gets what was done for each request; None if spans are off. `ended` gets the chain of each request that has
-    ended, and how many of its first blocks were looked up; None without `metrics.capacities`. `evictions` is None if
-    the engine does not say which blocks it evicts next.
+    ended, and how many of its first blocks were looked up; None without `metrics.capacities`. With `evictions`, blocks
+    are copied to host memory when the engine evicts them next.
     """
 
     hold: Callable[[Sequence[int]], None]
@@ -136,8 +136,8 @@ class LeaderSettings:
     Lower tiers are read in batches of at most `batch_blocks`. A load waits `read_timeout_s` for them at most. With
     `reads_always`, blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier:
     blocks only pass through it to the disk. `host_eviction` and `disk_eviction` are names of policies
-    (docs/concepts/eviction.md). `to_host` says which blocks are copied to host memory: `auto`, `always`, `second_hit`,
-    or `on_evict`, which is `always` if the engine has no EvictionQueue.
+    (docs/concepts/eviction.md). `to_host` says which blocks are copied to host memory: `auto`, `always` or
+    `second_hit`; `on_evict` is `always` without LeaderCallbacks.evictions.
     `shared` is None unless the profile has the tier, which may be off anyway.
     """
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbm.text.outside import one_line, shortened
 from kvbm_cli.runs.run_client import metrics_of, request_run
 from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs, UnreadableRun
 from kvbm_cli.runs.run_facts import RunState
@@ -32,19 +33,21 @@ ORDERS = ("lru", "adaptive: lru", "adaptive: probation", "adaptive: incumbents")
 BLOCKS = {"kvbm_host_blocks": "host", "kvbm_disk_blocks": "disk"}
 EVICTION = tuple(f"{tier}eviction_{what}" for tier in ("", "disk_") for what in ("order", "gain_percent"))
 OFF = {(tier, why): f"kvbm_{tier}_{why}" for tier in ("disk", "shared") for why in WHY_OFF}
-NAMES = frozenset([*BLOCKS, *OFF.values(), *(f"kvbm_{name}" for name in EVICTION)])
+INFO = "kvbm_info"
+NAMES = frozenset([INFO, *BLOCKS, *OFF.values(), *(f"kvbm_{name}" for name in EVICTION)])
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
     """A run with the answer of its engine: `is_healthy` (None if not probed), blocks of each tier by state, why
-    lower tiers are off, by WHY_OFF, and how host memory evicts."""
+    lower tiers are off, by WHY_OFF, how host memory evicts, and which blocks are copied to it, if known."""
 
     run: EngineRun
     is_healthy: bool | None
     blocks: dict[str, dict[str, int]]
     off: dict[str, str] = field(default_factory=dict)
     eviction: dict[str, int] = field(default_factory=dict)
+    to_host: str = ""
 
     @property
     def state(self) -> str:
@@ -107,6 +110,7 @@ class RunStatus:
             "off": self.off,
             "eviction": self.eviction_text() or None,
             "disk_eviction": self.disk_eviction_text() or None,
+            "to_host": self.to_host or None,
             "is_shared_off": "shared" in self.off,
             "directory": str(self.run.path),
             "logs": dict(facts.logs),
@@ -182,15 +186,18 @@ def _probe(run: EngineRun) -> RunStatus:
     return RunStatus(run, is_healthy, *figures)
 
 
-def _figures_of(text: str) -> tuple[dict[str, dict[str, int]], dict[str, str], dict[str, int]]:
-    """Return blocks by tier and state, why tiers are off, and how they evict, of a page of metrics."""
+def _figures_of(text: str) -> tuple[dict[str, dict[str, int]], dict[str, str], dict[str, int], str]:
+    """Return blocks by tier and state, why tiers are off, how they evict, and what is copied to host memory, of a page
+    of metrics."""
     page, blocks = MetricsPage.parse(text, NAMES), dict[str, dict[str, int]]()
     for name, tier in BLOCKS.items():
         for labels, count in page.series.get(name, ()):
             if count >= 0:
                 states, state = blocks.setdefault(tier, {}), labels.get("state", "")
                 states[state] = states.get(state, 0) + int(count)
-    return blocks, _off(page), {name: int(found[-1]) for name in EVICTION if (found := page.values(f"kvbm_{name}"))}
+    eviction = {name: int(found[-1]) for name in EVICTION if (found := page.values(f"kvbm_{name}"))}
+    to_host = next((labels.get("to_host", "") for labels in page.labels_of(INFO)), "")
+    return blocks, _off(page), eviction, one_line(shortened(to_host))
 
 
 def _off(page: MetricsPage) -> dict[str, str]:
@@ -248,6 +255,7 @@ def _page(status: RunStatus) -> str:
         *([("processes", processes)] if run.is_living else []),
         *([("used", status.tiers())] if status.blocks else []),
         *([("eviction", text)] if (text := status.eviction_text()) else []),
+        *([("to host", status.to_host)] if status.to_host else []),
         *([("on disk", text)] if (text := status.disk_eviction_text()) else []),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
         *(("log", path if len(facts.logs) == 1 else f"{path} ({name})") for name, path in facts.logs.items()),

@@ -322,8 +322,9 @@ def test_status_says_which_tiers_are_off_and_how_they_evict_and_why(name, tmp_pa
     ]
     (data,) = json.loads(said[1].stdout)
     row = said[0].stdout.splitlines()[1].split("  ")
-    reasons = [line for line in said[2].stdout.splitlines() if line.startswith(("cache", "eviction", "on disk"))]
-    machine_readable = {key: data[key] for key in ("off", "is_shared_off", "eviction", "disk_eviction")}
+    of_cache = ("cache", "eviction", "to host", "on disk")
+    reasons = [line for line in said[2].stdout.splitlines() if line.startswith(of_cache)]
+    machine_readable = {key: data[key] for key in ("off", "is_shared_off", "eviction", "disk_eviction", "to_host")}
     told = [*(cell for cell in row if "G2" in cell), *reasons, json.dumps(machine_readable), said[0].stderr.strip()]
     assert_said("status_of_metrics", name, "\n".join(told).rstrip())
 

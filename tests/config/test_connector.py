@@ -20,7 +20,7 @@ def config(**sections: Any) -> ConnectorConfig:
 def bare(*, host: dict[str, Any], **sections: Any) -> ConnectorConfig:
     """A configuration without a profile: all blocks are copied, and the least recently used ones are evicted."""
     tiers = {name: {"eviction": "lru", **tier} for name, tier in {"host": host, **sections.pop("tiers", {})}.items()}
-    return config(tiers=tiers, **sections)
+    return config(tiers=tiers, offload={"to_host": "always"}, **sections)
 
 
 @pytest.mark.parametrize(

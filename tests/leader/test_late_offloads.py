@@ -8,8 +8,10 @@ import pytest
 from evicting_g1 import EvictingG1
 from rig import Rig, chain
 
+from kvbm.config.schema import Tiers
 from kvbm.core.groups import Group
 from kvbm.core.policies.ranking import CLASS_MASK, NEW
+from kvbm.leader.late_offloads import reason_to_copy_at_once
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.types import Tier
 
@@ -346,6 +348,25 @@ def test_with_adaptive_eviction_blocks_keep_the_class_of_their_request():
         marks = {store.policy.order.marks[slot] & CLASS_MASK for slot in held.slots}
     assert min(marks) > NEW
     rig.close()
+
+
+HOST = {"host": {"blocks": 1}}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "blocks", "reason"),
+    [
+        (HOST, 199, ""),
+        (HOST, 200, "host memory has 200 blocks, at least twice the 100 of G1"),
+        ({**HOST, "disk": {"blocks": 9}}, 10, "blocks on disk are kept for the next start"),
+        ({**HOST, "disk": {"blocks": 9, "persist": False}}, 10, ""),
+        ({**HOST, "shared": {"url": "s3://b/p"}}, 10, "the shared tier takes the blocks of a request at its end"),
+        ({**HOST, "shared": {"url": "s3://b/p", "write": False}}, 10, ""),
+        ({"disk": {"blocks": 9, "persist": False}}, 10, "host memory is only a buffer"),
+    ],
+)
+def test_with_auto_small_host_memory_gets_blocks_late_if_no_tier_needs_them_earlier(tiers, blocks, reason):
+    assert reason_to_copy_at_once(Tiers.model_validate(tiers), host_blocks=blocks, g1_blocks=100) == reason
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -30,6 +30,14 @@ MUTANTS = (
         fails="tests/leader/test_late_offloads.py",
     ),
     Mutant(
+        name="leader-copies-at-once-to-host-memory-of-little-more-than-g1",
+        bug="with `to_host: auto`, host memory above the size of G1 holds mostly what G1 has",
+        file="kvbm/leader/late_offloads.py",
+        old="if host_blocks >= SMALL_HOST * g1_blocks:",
+        new="if host_blocks >= g1_blocks:",
+        fails="tests/leader/test_late_offloads.py",
+    ),
+    Mutant(
         name="leader-takes-equal-contents-for-the-same",
         bug="a block that was evicted and is being computed again counts as complete",
         file="kvbm/leader/late_offloads.py",

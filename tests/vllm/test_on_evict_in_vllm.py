@@ -21,12 +21,19 @@ ENGINE = {
 }
 
 
-def cache(blocks: int) -> dict[str, object]:
-    return {"tiers": {"host": {"blocks": blocks}}, "offload": {"to_host": "on_evict"}}
+def cache(blocks: int, to_host: str) -> dict[str, object]:
+    return {"tiers": {"host": {"blocks": blocks}}, "offload": {"to_host": to_host}}
 
 
-def start(engine: EngineProcess, *, host_blocks: int = 400, model: str = "vllm-25m", **arguments: object) -> None:
-    engine.start(model, connector=FAULTY_CONNECTOR, cache=cache(host_blocks), **(ENGINE | arguments))
+def start(
+    engine: EngineProcess,
+    *,
+    host_blocks: int = 400,
+    model: str = "vllm-25m",
+    to_host: str = "on_evict",
+    **arguments: object,
+) -> None:
+    engine.start(model, connector=FAULTY_CONNECTOR, cache=cache(host_blocks, to_host), **(ENGINE | arguments))
 
 
 @pytest.fixture
@@ -101,6 +108,21 @@ def test_answers_under_churn_and_preemptions_are_those_without_a_cache(engine, t
         assert_equal(dict(zip(expected, engine.answer(list(expected), 8), strict=True)), expected)
     totals = engine.totals()
     assert min(totals["hits"], totals[OFFLOADED], totals["preemptions"]) > 0, totals
+
+
+@pytest.mark.parametrize(("host_blocks", "copies_late"), [(2 * G1_BLOCKS - 1, True), (2 * G1_BLOCKS, False)])
+def test_auto_copies_late_only_if_host_memory_has_less_than_twice_the_blocks_of_g1(
+    engine, truth, host_blocks, copies_late
+):
+    start(engine, host_blocks=host_blocks, to_host="auto")
+    (first, *_) = prompts(1, 10)
+    ask_in_turn(engine, [first])
+    assert engine.totals().get(OFFLOADED, 0) == (0 if copies_late else 10)
+    expected = truth["vllm-25m"]
+    for _ in range(2):
+        assert_equal(dict(zip(expected, engine.answer(list(expected), 8), strict=True)), expected)
+    totals = engine.totals()
+    assert min(totals["hits"], totals[OFFLOADED]) > 0, totals
 
 
 def test_answers_between_aborts_resets_and_late_or_failed_copies_are_those_without_a_cache(engine, process, truth):

@@ -31,7 +31,7 @@ from kvbm.engines.vllm.cache_groups import cache_groups, decline_reason
 from kvbm.engines.vllm.engine_facts import VllmFacts, rank_count_of, rank_of
 from kvbm.engines.vllm.identity import identity
 from kvbm.engines.vllm.idle_engine import watch_cores
-from kvbm.engines.vllm.placement import loading_sibling, require_parent, require_role
+from kvbm.engines.vllm.placement import is_of_pair, loading_sibling, require_parent, require_role
 from kvbm.engines.vllm.replicas import replicas_of
 from kvbm.engines.vllm.scheduler_side import SchedulerSide
 from kvbm.engines.vllm.telemetry import KvbmPromMetrics, KvbmStats
@@ -92,7 +92,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             watch_cores()
             preempt_before_resets(DynamoConnector)
         else:
-            self._sibling = loading_sibling()
+            self._sibling, self._is_of_pair = loading_sibling(), is_of_pair()
             self._worker = self.worker_side_class()(
                 config,
                 kv_cache_config,
@@ -127,7 +127,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> Handshake | None:
-        return self._worker.handshake(self._sibling) if self._worker is not None else None
+        return None if self._worker is None else self._worker.handshake(self._sibling, is_of_pair=self._is_of_pair)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

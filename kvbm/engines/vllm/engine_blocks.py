@@ -34,6 +34,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.processes import boot_id
 from kvbm.identity.description import Description, describe
+from kvbm.leader.late_offloads import reason_to_copy_at_once
 from kvbm.leader.opening import EngineAtStart, open_leader
 from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
@@ -142,12 +143,20 @@ class EngineBlocks:
             )
             self._tables.announcer = self._announcer
         notes_of = None if self._announcer is None else self._announcer.notes_of
-        evictions = self._evictions(self.pool)
+        to_host, reason = self._to_host(self.pool, min(segment.slot_count for segment in segments))
+        evictions = VllmEvictionQueue(self.pool) if to_host == "on_evict" else None
         progress = progress_log("of disk space")
         self.leader = open_leader(
             self.boundary,
             self._config,
-            EngineAtStart(segments, traits, len(self.pool.blocks), self._described, progress, self._facts.info),
+            EngineAtStart(
+                segments,
+                traits,
+                len(self.pool.blocks),
+                self._described,
+                progress,
+                {**self._facts.info, "to_host": f"{to_host} ({reason})" if reason else to_host},
+            ),
             LeaderCallbacks(
                 self._hold,
                 self._release,
@@ -164,15 +173,25 @@ class EngineBlocks:
         self._telemetry.watch(self.leader, idle_engine.wake)
         log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(segments))
 
-    def _evictions(self, pool: BlockPool) -> VllmEvictionQueue | None:
-        """Return which blocks vLLM evicts next, if the profile needs it; None, with a warning, if that is not known."""
-        if self._config.offload.to_host != "on_evict":
-            return None
-        if self._tables.snapshots is None and pool.enable_caching:
-            return VllmEvictionQueue(pool)
-        reason = "the model has states" if pool.enable_caching else "vLLM's prefix caching is off"
-        log.warning("kvbm: %s: `offload.to_host: on_evict` has no effect, all computed blocks are copied", reason)
-        return None
+    def _to_host(self, pool: BlockPool, host_blocks: int) -> tuple[str, str]:
+        """Return the `offload.to_host` that applies, and why if the profile leaves it open."""
+        to_host, unable = self._config.offload.to_host, ""
+        if self._tables.snapshots is not None:
+            unable = "the model has states"
+        elif not pool.enable_caching:
+            unable = "vLLM's prefix caching is off"
+        if to_host == "on_evict" and unable:
+            log.warning("kvbm: %s: `offload.to_host: on_evict` has no effect, all computed blocks are copied", unable)
+            return "always", unable
+        if to_host != "auto":
+            return to_host, ""
+        if any(handshake.is_of_pair for handshake in self._handshakes):
+            unable = "this engine prefills or decodes for another one"
+        g1_blocks = len(pool.blocks)
+        reason = unable or reason_to_copy_at_once(self._config.tiers, host_blocks=host_blocks, g1_blocks=g1_blocks)
+        if reason:
+            return "auto", f"when computed: {reason}"
+        return "on_evict", f"auto: host memory has {host_blocks:,} blocks, less than twice the {g1_blocks:,} of G1"
 
     def _described(self) -> Future[Description]:
         """Return the identity for the tiers below host memory: what decides the bytes and hashes of a block, and why

@@ -73,10 +73,18 @@ def require_parent() -> None:
 
 def loading_sibling() -> str:
     """Return a connector of this worker's engine that may load blocks that kvbm then stores, empty if there is none."""
+    return next((str(child.kv_connector) for child in _all_connectors() if _may_load(child)), "")
+
+
+def is_of_pair() -> bool:
+    """Return whether this worker's engine prefills or decodes for another one."""
+    return any(KVConnectorFactory.get_connector_class(one).__name__ in PD_CONNECTORS for one in _all_connectors())
+
+
+def _all_connectors() -> Iterator[KVTransferConfig]:
     engine: VllmConfig | None = get_current_vllm_config_or_none()
-    if engine is None or engine.kv_transfer_config is None:
-        return ""
-    return next((str(child.kv_connector) for child in _children(engine.kv_transfer_config) if _may_load(child)), "")
+    if engine is not None and engine.kv_transfer_config is not None:
+        yield from _children(engine.kv_transfer_config)
 
 
 def _may_load(config: KVTransferConfig) -> bool:

@@ -48,13 +48,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
-    """What each rank sends to the leader once: the location of its segment, its configuration, and another connector
-    that may load blocks, empty if there is none."""
+    """What each rank sends to the leader once: the location of its segment, its configuration, another connector that
+    may load blocks, empty if there is none, and whether the engine prefills or decodes for another one."""
 
     segment: SegmentInfo
     config_digest: str
     boot_id: str
     sibling: str = ""
+    is_of_pair: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,10 @@ class WorkerSide:
             on_copier=partial(annotate, ranges=COPIES) if self._config.metrics.nvtx else None,
         )
 
-    def handshake(self, sibling: str = "") -> Handshake | None:
-        return Handshake(self._worker.info, self._config.digest(), boot_id(), sibling) if self._worker else None
+    def handshake(self, sibling: str = "", *, is_of_pair: bool = False) -> Handshake | None:
+        if self._worker is None:
+            return None
+        return Handshake(self._worker.info, self._config.digest(), boot_id(), sibling, is_of_pair)
 
     def unregister_kv_caches(self) -> None:
         """Wait for the copies that run, because vLLM is about to unmap the KV cache, and start no others. Raises
