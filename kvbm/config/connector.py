@@ -65,6 +65,9 @@ def resolve_connector(
     if mistakes:
         raise together(mistakes)
     assert config is not None, "no mistakes means a configuration"
+    for tier in (config.tiers.host, config.tiers.disk):
+        if tier is not None:
+            tier.require_a_size()
     return config
 
 

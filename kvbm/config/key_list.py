@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from kvbm.config.engine import FIRST_KIND
 from kvbm.config.schema import Profile
-from kvbm.config.values import count_value, environment_value, length_value, names_value, port_value, size_value
+from kvbm.config.values import auto_size_value, count_value, environment_value, length_value, names_value, port_value
 
 OWN = frozenset({"engine", "tiers", "extends"})  # no other file has these keys
 
@@ -59,7 +59,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _KINDS_BY_VALIDATOR = {
-    size_value: "size",
+    auto_size_value: "size, or `auto`",
     port_value: "port",
     count_value: "whole number, such as `32768` or `32K`",
     length_value: "whole number, such as `32768` or `32K`, or `auto`",

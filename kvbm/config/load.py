@@ -9,7 +9,7 @@ one. All mistakes are reported together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +44,7 @@ class ResolvedProfile:
 
     `values` has every key as `kvbm profile show` prints it; a missing tier is one key without a value. `origins` has
     the same keys: `default`, `file:line`, a variable or `--set`. `extends` has the `extends` values of the chain of
-    files.
+    files. `chosen` says by tier, as G2, how kvbm chose the size that `profile` has in place of `auto`.
     """
 
     paths: tuple[Path, ...]
@@ -54,6 +54,7 @@ class ResolvedProfile:
     sources: Mapping[str, Source]
     extends: tuple[Source, ...]
     warnings: tuple[str, ...]
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

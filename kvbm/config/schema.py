@@ -11,28 +11,55 @@ import hashlib
 import os
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from kvbm.config.engine import ENGINE_KINDS, ENGINES, FIRST_KIND, EngineSection, kinds_that
-from kvbm.config.values import Port, Seconds, Section, Size, WrongKey, absolute, shared_url
-
-Sized = TypeVar("Sized", "HostTierSection", "DiskTierSection")
-
-
-def with_a_size(tier: Sized) -> Sized:
-    """ValueError for a tier without a size."""
-    if tier.capacity is None and tier.blocks is None:
-        raise ValueError("requires `capacity` or `blocks`")
-    return tier
+from kvbm.config.values import AUTO, AutoSize, Port, Seconds, Section, WrongKey, absolute, shared_url
+from kvbm.errors import ProfileError
 
 
-class HostTierSection(Section):
-    """G2. One of the two keys is required; `blocks` has priority."""
+class SizedTier(Section):
+    """A tier with a size: `capacity` or `blocks` is required; `blocks` has priority."""
 
-    capacity: Size | None = Field(
-        default=None, description="Host memory for blocks (G2), summed over the ranks of one engine, such as 64GiB."
+    capacity: AutoSize | None = None
+    blocks: int | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether kvbm chooses the size when it starts the engine."""
+        return self.capacity == AUTO and self.blocks is None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes of `capacity`, None without one. ProfileError as `require_a_size`."""
+        self.require_a_size()
+        return None if self.capacity == AUTO else self.capacity
+
+    def require_a_size(self) -> None:
+        """ProfileError for `auto`, in place of which `kvbm serve` gives a size to the engine."""
+        if self.is_auto:
+            raise ProfileError(
+                "`capacity: auto` is a size only for `kvbm serve` and `kvbm bench`, which choose it before they start "
+                "the engine",
+                hint="set a size, such as `64GiB`",
+            )
+
+    @model_validator(mode="after")
+    def _has_a_size(self) -> Self:
+        if self.capacity is None and self.blocks is None:
+            raise ValueError("requires `capacity` or `blocks`")
+        return self
+
+
+class HostTierSection(SizedTier):
+    """G2."""
+
+    capacity: AutoSize | None = Field(
+        default=None,
+        description="Host memory for blocks (G2), summed over the ranks of one engine, such as 64GiB; `auto`: what "
+        "this machine can spare when the engine starts.",
     )
     blocks: int | None = Field(
         default=None, ge=1, le=2**40, description="Host memory as a number of blocks; overrides `capacity`."
@@ -44,14 +71,14 @@ class HostTierSection(Section):
         f"and {kinds_that(lambda form: form.keeps_host_memory)}, always use `lru`.",
     )
 
-    _has_a_size = model_validator(mode="after")(with_a_size)
 
+class DiskTierSection(SizedTier):
+    """G3."""
 
-class DiskTierSection(Section):
-    """G3. `capacity` or `blocks` is required; `blocks` has priority."""
-
-    capacity: Size | None = Field(
-        default=None, description="Disk space for blocks (G3), summed over the ranks of one engine, such as 500GiB."
+    capacity: AutoSize | None = Field(
+        default=None,
+        description="Disk space for blocks (G3), summed over the ranks of one engine, such as 500GiB; `auto`: the size "
+        "of the engine's cache if it exists, otherwise the free space.",
     )
     blocks: int | None = Field(
         default=None, ge=1, le=2**40, description="Disk space as a number of blocks; overrides `capacity`."
@@ -96,9 +123,13 @@ class DiskTierSection(Section):
     reclaim: bool = Field(
         default=False, description="Whether kvbm may delete the oldest unused caches in the directory to make room."
     )
+    fit: bool = Field(
+        default=False,
+        description="Whether an existing cache keeps its size, and a new one takes less than `capacity` if less is "
+        "free. `capacity: auto` sets it.",
+    )
 
     _is_absolute = field_validator("directory")(absolute)
-    _has_a_size = model_validator(mode="after")(with_a_size)
 
 
 class SharedTierSection(Section):

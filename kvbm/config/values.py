@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, WithJsonSchema
 
@@ -37,8 +37,15 @@ def size_value(value: object) -> object:
     raise ValueError("must be a size such as 100GB or 64GiB")
 
 
-def _written_size(byte_count: int | None) -> str | None:
-    return None if byte_count is None else exact_size(byte_count)
+AUTO: Literal["auto"] = "auto"  # kvbm chooses
+
+
+def auto_size_value(value: object) -> object:
+    return value if value == AUTO else size_value(value)
+
+
+def _written_size(size: int | str | None) -> str | None:
+    return exact_size(size) if isinstance(size, int) else size
 
 
 def port_value(value: object) -> object:
@@ -181,7 +188,12 @@ _LENGTH_SCHEMA = {"anyOf": [_AT_LEAST_ONE, _WITH_SUFFIX, {"const": "auto"}, {"co
 _NAMES_SCHEMA = {"anyOf": [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]}
 _FLAG_SCHEMA = {"not": {"type": "null"}}
 
-Size = Annotated[int, BeforeValidator(size_value), PlainSerializer(_written_size), WithJsonSchema(_SIZE_SCHEMA)]
+AutoSize = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(auto_size_value),
+    PlainSerializer(_written_size),
+    WithJsonSchema({"anyOf": [_SIZE_SCHEMA, {"const": AUTO}]}),
+]
 Port = Annotated[int, BeforeValidator(port_value), Field(ge=0, le=65535), WithJsonSchema(_PORT_SCHEMA)]
 Ranks = Annotated[int, Field(ge=1, le=1024)]
 Seconds = Annotated[float, Field(le=MAX_SECONDS, allow_inf_nan=False)]

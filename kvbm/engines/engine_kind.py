@@ -206,6 +206,10 @@ class EngineKind(ABC):
         """Whether the engine computes on a CPU, as far as that decides the size of its cache."""
         return False
 
+    def uses_host_memory(self, profile: Profile) -> bool:
+        """Whether weights and G1 are in host memory, or may be."""
+        return self.runs_on_cpu(profile)
+
     @abstractmethod
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
         """Return the profile with prefix caching enabled and at least `block_count` blocks in G1."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvbm.config.engine import kinds_that
+from kvbm.config.sizes import MAX_BYTES
 from kvbm.engines.near_models import suggestion
 from kvbm.errors import ProfileError, reason_of
 from kvbm.sizing import SizeUnknown
@@ -85,6 +86,24 @@ def preset_facts(model: str, presets: Mapping[str, Mapping[str, object]]) -> Map
 def model_directory(model: str) -> Path | None:
     """Return the directory of a model for vLLM: a local one, or a snapshot in the Hugging Face cache."""
     return local_directory(model) or _downloaded(model)
+
+
+def weight_bytes(model: str) -> int | None:
+    """Bytes of the weights of a model on this machine: of its index, or of its files. None if there are none."""
+    directory = model_directory(model)
+    if directory is None:
+        return None
+    index = directory / "model.safetensors.index.json"
+    if index.is_file() and index.stat().st_size <= MAX_CONFIG_BYTES:
+        try:
+            metadata = read_config(index).get("metadata")
+        except ProfileError:
+            return None
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if not isinstance(total, int | float) or isinstance(total, bool) or not 1 <= total <= MAX_BYTES:
+            return None
+        return int(total)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) or None
 
 
 def config_file(model: str) -> Path | None:

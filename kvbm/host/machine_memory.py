@@ -13,6 +13,11 @@ from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
 
+MARGIN_SHARE, LEAST_MARGIN_BYTES = 10, 2 << 30  # what `capacity: auto` leaves: a tenth, or this if it is more
+UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a large number
+NVIDIA_VENDOR = "0x10de"
+GPU_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -39,6 +44,10 @@ class HostMemory:
         if node is not None:
             rooms.append(self._node_room(node))
         return [*rooms, *self._control_group_rooms()]
+
+    def has_limit(self) -> bool:
+        """Whether a control group limits the memory of this process."""
+        return any(True for _ in self._control_group_rooms())
 
     def huge_pages(self) -> tuple[int, int]:
         """Return (bytes of one huge page, bytes in reserved and unused huge pages)."""
@@ -112,7 +121,7 @@ class _ControlGroupFiles:
             statistics = (group / "memory.stat").read_text()
         except OSError:
             return None
-        if limit == "max":
+        if limit == "max" or int(limit) >= UNLIMITED:
             return None
         found = re.search(rf"^{self.reclaimable} (\d+)$", statistics, re.MULTILINE)
         available = int(limit) - usage + (int(found[1]) if found else 0)
@@ -123,6 +132,24 @@ _VERSION_1 = _ControlGroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes"
 _VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", "inactive_file")
 
 THIS_MACHINE = HostMemory()
+
+
+def margin_of(available_bytes: int) -> int:
+    """Return how many of the available bytes, of memory or of a disk, `capacity: auto` leaves to others."""
+    return max(available_bytes // MARGIN_SHARE, LEAST_MARGIN_BYTES)
+
+
+def gpus_of(memory: HostMemory = THIS_MACHINE) -> list[str]:
+    """Return the PCI addresses of NVIDIA GPUs."""
+    found = []
+    for device in sorted((memory.sys / "bus/pci/devices").glob("*")):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:
+            continue
+        if vendor == NVIDIA_VENDOR and kind.startswith(GPU_CLASSES):
+            found.append(device.name)
+    return found
 
 
 def node_of_pci_device(address: str, memory: HostMemory = THIS_MACHINE) -> int | None:

@@ -177,7 +177,7 @@ def _disk_settings(
         log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
     settings = DiskSettings(
         directory=Path(section.directory).expanduser(),
-        capacity_bytes=section.capacity,
+        capacity_bytes=section.capacity_bytes,
         block_count=section.blocks,
         allocator=section.allocator,
         zerofill=section.zerofill,
@@ -186,6 +186,7 @@ def _disk_settings(
         threads=section.threads,
         persist=section.persist and not doubt,
         reclaim=section.reclaim,
+        fit=section.fit,
     )
     return settings, name
 

@@ -121,11 +121,11 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
     host = tiers.host_memory()
     parts = device.rank_block_bytes[:: device.replica_count]
     slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in parts]
-    host_blocks = host.blocks or (host.capacity or 0) // (max(slots) * len(slots))
+    host_blocks = host.blocks or (host.capacity_bytes or 0) // (max(slots) * len(slots))
     if host_blocks == 0:
         required = exact_size(max(slots) * len(slots))
         raise ProfileError(
-            f"host memory of {exact_size(host.capacity or 0)} is too small: one block requires {required}",
+            f"host memory of {exact_size(host.capacity_bytes or 0)} is too small: one block requires {required}",
             hint="raise `tiers.host.capacity`",
         )
     return Sizing(
@@ -147,11 +147,11 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
 
 
 def _disk_tier(device: Device, slot_bytes: int, disk: DiskTierSection) -> TierSize:
-    blocks = disk.blocks or (disk.capacity or 0) // slot_bytes
+    blocks = disk.blocks or (disk.capacity_bytes or 0) // slot_bytes
     if blocks == 0:
         required = exact_size(slot_bytes)
         raise ProfileError(
-            f"a disk tier of {exact_size(disk.capacity or 0)} is too small: one block requires {required}",
+            f"a disk tier of {exact_size(disk.capacity_bytes or 0)} is too small: one block requires {required}",
             hint="raise `tiers.disk.capacity`",
         )
     return _tier(Tier.DISK, blocks, blocks * slot_bytes, device, disk)

@@ -26,6 +26,7 @@ from kvbm_cli.bench.load.control import Control, api_key, served_model
 from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.workload.script import Tokenize
 from kvbm_cli.engine.process import EngineProcess, choose_port
+from kvbm_cli.profile.auto_capacity import with_capacities
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.filesystem import remove_tree
 from kvbm_cli.terminal.console import print_note
@@ -118,7 +119,7 @@ class ArmEngines:
         if found.url is not None:
             return nullcontext(self.open_url(found))
         assert found.resolved is not None
-        profile = found.resolved.profile
+        profile = (with_capacities(found.resolved) if found.has_kvbm else found.resolved).profile
         if found is not self._comparison.measured:
             profile = with_free_metrics_port(profile)
         if found.kind == "floor" and room is not None:

@@ -194,7 +194,8 @@ def _host_bytes(context: DoctorContext) -> int:
     host = context.tiers.host if context.tiers is not None else None
     if host is None:
         return 0
-    sized = context.sizing.host.total_bytes if context.sizing is not None else host.capacity or 0
+    explicit = 0 if host.is_auto else host.capacity_bytes or 0
+    sized = context.sizing.host.total_bytes if context.sizing is not None else explicit
     return sized * _engine_count(context)
 
 
@@ -243,11 +244,12 @@ def _engine_count(context: DoctorContext) -> int:
 
 
 def _needed_bytes(context: DoctorContext) -> int | None:
-    if context.disk is None:
+    if context.disk is None or context.disk.is_auto:
         return None
     if context.sizing is not None and context.sizing.disk is not None:
         return context.sizing.disk.total_bytes * _engine_count(context)
-    return None if context.disk.capacity is None else context.disk.capacity * _engine_count(context)
+    capacity_bytes = context.disk.capacity_bytes
+    return None if capacity_bytes is None else capacity_bytes * _engine_count(context)
 
 
 def _leftovers(context: DoctorContext, directory: Path) -> Iterator[Check]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from kvbm.config.sizes import format_size
 from kvbm.engines.table import copy_count, kind_of
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.machine_memory import node_of_pci_device
+from kvbm.host.machine_memory import gpus_of, node_of_pci_device
 from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, skipped, warning
-from kvbm_cli.runs.reservations import largest_run, living_runs, pending_bytes
+from kvbm_cli.runs.reservations import largest_run, living_runs, pending_memory
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.terminal.quantities import shown_rate
 
@@ -27,15 +27,12 @@ PREFAULT_BYTES, QUICK_PREFAULT_BYTES = 1 << 30, 128 << 20
 SHARE_OF_ROOM = 10
 LEAST_CAPACITY = 1 << 20  # a smaller one holds no block of most models
 SLOW_START_S = 60.0
-UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a large number
-NVIDIA_VENDOR = "0x10de"
-GPU_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
 SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 def checks(context: DoctorContext) -> Iterator[Check]:
     needed = _needed_bytes(context)
-    gpus = _gpus(context)
+    gpus = gpus_of(context.machine.memory)
     yield from _room(context, needed)
     yield from _own_of_engine(context)
     yield from _locked(context, needed, has_gpu=bool(gpus))
@@ -48,7 +45,9 @@ def _needed_bytes(context: DoctorContext) -> int | None:
     if context.sizing is not None:
         return context.sizing.host.total_bytes * _copies(context)
     host = context.tiers.host if context.tiers is not None else None
-    return host.capacity * _copies(context) if host is not None and host.capacity is not None else None
+    if host is None or host.is_auto or host.capacity_bytes is None:
+        return None
+    return host.capacity_bytes * _copies(context)
 
 
 def _copies(context: DoctorContext) -> int:
@@ -58,7 +57,7 @@ def _copies(context: DoctorContext) -> int:
 
 def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
     room, living = context.machine.memory.room(), living_runs()
-    pending = sum(map(pending_bytes, living))
+    pending = pending_memory(living)
     finding = f"{format_size(room.available_bytes)} available ({room.limit})"
     if pending:
         finding += f", of which starting engines will take {format_size(pending)}"
@@ -71,11 +70,7 @@ def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
     else:
         remedy = _room_remedy(context, left, living)
         yield failure("available", f"{finding}, G2 requires {format_size(needed)}", remedy, **facts)
-    groups = [
-        room
-        for room in context.machine.memory.rooms()
-        if "control group" in room.limit and room.available_bytes < UNLIMITED
-    ]
+    groups = [room for room in context.machine.memory.rooms() if "control group" in room.limit]
     if not groups:
         yield ok("control group", "no limit")
     else:
@@ -163,19 +158,6 @@ def _start(context: DoctorContext, needed: int | None) -> Iterator[Check]:
         yield ok("allocation rate", f"{finding}: G2 takes {needed / speed:.1f} s at start-up", **facts)
 
 
-def _gpus(context: DoctorContext) -> list[str]:
-    """PCI addresses of NVIDIA GPUs."""
-    found = []
-    for device in sorted((context.machine.memory.sys / "bus/pci/devices").glob("*")):
-        try:
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
-        except OSError:
-            continue
-        if vendor == NVIDIA_VENDOR and kind.startswith(GPU_CLASSES):
-            found.append(device.name)
-    return found
-
-
 def _nodes(context: DoctorContext, gpus: list[str]) -> Iterator[Check]:
     memory = context.machine.memory
     if not gpus:
@@ -214,10 +196,11 @@ def order_checks(context: DoctorContext) -> Iterator[Check]:
 
 def _by_bytes(tiers: Tiers) -> Iterator[Check]:
     """Compare capacities, for an engine whose block size is not known yet."""
-    host = tiers.host.capacity if tiers.host is not None else None
-    disk = tiers.disk.capacity if tiers.disk is not None else None
-    if host is None or disk is None:
+    present = [tier for tier in (tiers.host, tiers.disk) if tier is not None and not tier.is_auto]
+    sizes = [tier.capacity_bytes for tier in present]
+    if len(sizes) < 2 or None in sizes:
         return
+    host, disk = (size or 0 for size in sizes)
     finding = f"{format_size(host)} and {format_size(disk)}"
     if disk < host:
         finding += ": G3 is smaller than G2 and adds little"

@@ -24,7 +24,7 @@ from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import disk_state, metrics_ports
 from kvbm_cli.profile.size import size_key, tier_warnings
 from kvbm_cli.profile.state_check import state_findings
-from kvbm_cli.runs.reservations import largest_run, living_runs, memory_lines, pending_bytes, require_port
+from kvbm_cli.runs.reservations import largest_run, living_runs, memory_lines, pending_memory, require_port
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.answering import ANSWER_LIMIT_S, answers
 from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
@@ -112,7 +112,9 @@ def memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
     if not isinstance(sizing, SizeUnknown):
         return sizing.host.total_bytes * copy_count(profile)
     host = profile.tiers.host
-    return (host.capacity or 0) * copy_count(profile) if host is not None and host.blocks is None else 0
+    if host is None or host.is_auto or host.blocks is not None:
+        return 0
+    return (host.capacity_bytes or 0) * copy_count(profile)
 
 
 def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachineProblem]:
@@ -169,7 +171,7 @@ def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iter
     from kvbm_cli.store.caches import list_caches
 
     disk = resolved.profile.tiers.disk
-    if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
+    if disk is None or disk.is_auto or disk.fit or isinstance(sizing, SizeUnknown) or sizing.disk is None:
         return
     directory = expanded(disk.directory)
     facts = os.statvfs(nearest_existing(directory))
@@ -256,7 +258,10 @@ def _memory(
     resolved: ResolvedProfile, needed_bytes: int, living: Sequence[EngineRun], *, memory: HostMemory = THIS_MACHINE
 ) -> Iterator[MachineProblem]:
     """Yield problems of memory. The tiers in memory must fit together with what the living runs will still allocate."""
-    room, pending = memory.room(), sum(map(pending_bytes, living))
+    host = resolved.profile.tiers.host
+    if host is not None and host.is_auto:  # the size is chosen under a lock, so that it fits
+        return
+    room, pending = memory.room(), pending_memory(living)
     if needed_bytes + pending <= room.available_bytes:
         return
     key, available = size_key(resolved), f"only {format_size(room.available_bytes)} are available ({room.limit})"

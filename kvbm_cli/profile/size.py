@@ -13,6 +13,7 @@ from kvbm.engines.model_facts import config_file
 from kvbm.engines.table import cpu_of, kind_of, size
 from kvbm.errors import ProfileError
 from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted
+from kvbm_cli.profile.auto_capacity import with_capacities
 from kvbm_cli.terminal.console import noted, table
 from kvbm_cli.terminal.quantities import counted
 
@@ -60,11 +61,13 @@ def blocks_text(sizing: Sizing) -> str:
 def size_of(
     resolved: ResolvedProfile, wanted: Wanted | None = None, *, facts: Mapping[str, object] | None = None
 ) -> Sizing:
-    """Compute the sizes of the tiers. `facts` is the model's configuration, by default that of `engine.model`.
+    """Compute the sizes of the tiers. `facts` is the model's configuration, by default that of `engine.model`. For
+    `capacity: auto`, they are what this machine can spare now.
 
     ProfileError, at the place of the key, for a model without a size or a tier that holds no block. SizeUnknown if only
     the engine knows the sizes. Both name the file of the configuration.
     """
+    resolved = with_capacities(resolved, facts=facts)
     profile, key, wanted = resolved.profile, "engine.model", wanted or Wanted()
     try:
         if facts is None:
@@ -124,6 +127,11 @@ def tier_table(resolved: ResolvedProfile, sizing: Sizing, *, has_cache: bool = T
     set_by = [("set by", ""), *(_set_by(resolved, tier) for tier in tiers.values())]
     lines = zip(table(rows, right=range(1, len(rows[0]))).splitlines(), set_by, strict=True)
     return "\n".join(noted(noted(line, key), origin, separator=" ").rstrip() for line, (key, origin) in lines)
+
+
+def chosen_lines(resolved: ResolvedProfile) -> list[str]:
+    """Return a line for each tier whose size kvbm chose."""
+    return [f"{tier} auto: {reason}" for tier, reason in resolved.chosen.items()]
 
 
 def _row(name: str, tier: TierSize | None) -> tuple[str, ...]:

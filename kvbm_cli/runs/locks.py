@@ -5,23 +5,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+RETRY_S = 0.02
+
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Locks a directory exclusively. Raises OSError if it does not exist."""
+def locked(directory: Path, *, limit_s: float = math.inf) -> Iterator[None]:
+    """Locks a directory exclusively. After `limit_s`, goes on without the lock. Raises OSError if it does not exist."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    deadline_s = time.monotonic() + limit_s
     try:
         with contextlib.suppress(OSError):  # a filesystem without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            while not _has_locked(descriptor) and time.monotonic() < deadline_s:
+                time.sleep(RETRY_S)
         yield
     finally:
         os.close(descriptor)
+
+
+def _has_locked(descriptor: int) -> bool:
+    """Raise OSError on a filesystem without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def locked_file(path: Path) -> BinaryIO:

@@ -1,6 +1,7 @@
-"""Reservations: ports and host memory that other engines of this user on this machine use or will use.
+"""Reservations: ports and host memory that other engines on this machine use or will use.
 
-An engine that is still starting has not taken them yet, so the kernel does not know them. Its run directory does.
+An engine that is still starting has not taken them yet, so the kernel does not know them. Its run directory does, and a
+claim of the machine for an engine of another user or with another state directory (memory_claims.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from kvbm.config.sizes import format_size
 from kvbm.engines.launch_plan import reachable
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.runs import memory_claims
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.process_identity import descendants
@@ -46,9 +48,21 @@ def pending_bytes(run: EngineRun) -> int:
     """Return the host memory that a starting run will still allocate. A healthy run has allocated all of it."""
     if run.state is not RunState.STARTING:
         return 0
-    pids = () if run.is_elsewhere else descendants(run.launcher.pid)
-    has_bytes = max(map(_shared_bytes_of, pids), default=0)  # several processes map the same segment
+    has_bytes = 0 if run.is_elsewhere else _shared_bytes_below(run.launcher.pid)
     return max(0, run.facts.memory_bytes - has_bytes)
+
+
+def pending_memory(living: Sequence[EngineRun]) -> int:
+    """Return the host memory for blocks that all starting engines of this machine will still allocate."""
+    known = {run.launcher.pid for run in living}
+    others = [claim for claim in memory_claims.claims() if claim.pid not in known]
+    missing = (max(0, claim.memory_bytes - _shared_bytes_below(claim.pid)) for claim in others)
+    return sum(map(pending_bytes, living)) + sum(missing)
+
+
+def pending_of_engines() -> int:
+    """Return the host memory that starting engines on a CPU may still allocate for weights and G1."""
+    return sum(claim.engine_bytes for claim in memory_claims.claims())
 
 
 def largest_run(living: Sequence[EngineRun]) -> EngineRun | None:
@@ -68,6 +82,10 @@ def memory_lines(living: Sequence[EngineRun]) -> list[str]:
 
 def _place_of(run: EngineRun) -> str:
     return f"pid {run.launcher.pid} on {run.launcher.host}" if run.is_elsewhere else f"pid {run.launcher.pid}"
+
+
+def _shared_bytes_below(pid: int) -> int:
+    return max(map(_shared_bytes_of, descendants(pid)), default=0)  # several processes map the same segment
 
 
 def _shared_bytes_of(pid: int) -> int:

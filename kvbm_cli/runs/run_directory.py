@@ -14,7 +14,7 @@
 A run is alive if its launcher is alive: the process that run.json names, and that holds the lock. The processes of a
 run that is not alive are never signalled: their process ids may belong to others. Names are `PROFILE-NUMBER` with
 increasing numbers. `kvbm serve` locks the parent directory from the check of the running engines until its own
-directory records what it reserves.
+directory records what it reserves. `RunDirectory` also holds the claim of the engine's memory (memory_claims.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvbm.config.files import is_missing
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.host.directories import make_private_directories
 from kvbm.text.reading import parse_json
+from kvbm_cli.runs import memory_claims
 from kvbm_cli.runs.locks import holder_state, is_locked, locked, locked_file, open_regular
+from kvbm_cli.runs.memory_claims import MemoryClaim
 from kvbm_cli.runs.run_facts import RunFacts, RunState, UnreadableFacts
 from kvbm_cli.system.filesystem import no_temporary_file, remove_tree, state_directory, write_atomically
 from kvbm_cli.system.open_files import writes
@@ -145,6 +147,7 @@ class RunDirectory:
         self._targets = ""  # the content of that file, once the run is healthy
         self._facts: RunFacts | None = None
         self._lock = locked_file(path / LOCK)  # until the process ends
+        self._claim: BinaryIO | None = None  # of the memory that the starting engine will allocate
 
     @property
     def name(self) -> str:
@@ -159,6 +162,7 @@ class RunDirectory:
         _write(self.path / FACTS, facts.to_json())
         self._facts = facts
         self._name_launcher()
+        self._claim = memory_claims.make(MemoryClaim(facts.launcher.pid, facts.memory_bytes, facts.engine_bytes))
 
     def change(self, **changes: Any) -> None:
         assert self._facts is not None, "the run has not begun"
@@ -176,10 +180,12 @@ class RunDirectory:
 
     def enter(self, state: RunState) -> None:
         ready = {"ready_s": time.time()} if state is RunState.HEALTHY else {}
+        self._release_claim()
         self.change(state=state, **ready)
 
     def end(self, exit_code: int, message: str) -> None:
         self._targets = ""
+        self._release_claim()
         for left in (self.path / TARGETS, *self.path.glob(CONTROL_SOCKETS)):
             with contextlib.suppress(OSError):
                 left.unlink()
@@ -240,8 +246,14 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Releases the lock, as the kernel does at the end of the process."""
+        """Releases the lock and the claim, as the kernel does at the end of the process."""
         self._lock.close()
+        self._release_claim()
+
+    def _release_claim(self) -> None:
+        if self._claim is not None:
+            memory_claims.release(self._claim)
+            self._claim = None
 
     def _name_launcher(self) -> None:
         """Name the launcher in its lock, so that it can be stopped whatever run.json says."""

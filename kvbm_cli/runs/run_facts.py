@@ -33,8 +33,9 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Content of run.json. Times are seconds since 1970; `memory_bytes` is host memory for blocks (G2). `metrics_url`
-    has the kvbm_* series; if it is empty, the server of the engine has them."""
+    """Content of run.json. Times are seconds since 1970; `memory_bytes` is host memory for blocks (G2), `engine_bytes`
+    that of weights and G1 of an engine on a CPU. `metrics_url` has the kvbm_* series; if it is empty, the server of the
+    engine has them. `chosen` says by tier, as G2, how kvbm chose its size."""
 
     name: str
     profile: str
@@ -61,6 +62,8 @@ class RunFacts:
     exit_code: int | None = None
     message: str = ""
     metrics_url: str = ""
+    engine_bytes: int = 0
+    chosen: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -94,10 +97,11 @@ class RunFacts:
     def _are_valid(self) -> bool:
         """Whether every value has the right type and range. Raises ValueError or TypeError if it cannot be compared."""
         texts = [self.name, self.profile, self.profile_path, self.engine, self.model, self.url, self.directory]
-        texts += [self.message, *self.command, *self.logs.values(), *self.versions.values()]
+        texts += [self.message, *self.command, *self.logs.values(), *self.versions.values(), *self.chosen.values()]
         texts += [self.disk_directory] if self.disk_directory is not None else []
         times = [self.started_s, self.stop_timeout_s, *(one for one in (self.ready_s, self.ended_s) if one is not None)]
-        numbers = [*self.ports, self.memory_bytes, *([self.exit_code] if self.exit_code is not None else [])]
+        numbers = [*self.ports, self.memory_bytes, self.engine_bytes]
+        numbers += [self.exit_code] if self.exit_code is not None else []
         processes = [self.launcher, *self.processes.values()]
         address = urlsplit(self.url)
         return (

@@ -1,6 +1,7 @@
 """`kvbm serve`: checks a profile, prints the resulting plan, and passes it to the launcher (launcher.py).
 
 Other `kvbm serve` commands wait from the check of reservations until the run directory records those of this engine.
+Sizes that are `auto` are chosen in between.
 With `--detach` all this happens in a child process (background.py), which prints to the same terminal until the engine
 is ready; also without it if the run directory or the log may hang.
 """
@@ -25,6 +26,7 @@ from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
 from kvbm_cli.profile.preflight import check, require_log
 from kvbm_cli.profile.resolve import resolve_to_start
+from kvbm_cli.runs.memory_claims import claiming
 from kvbm_cli.runs.reservations import taken_ports
 from kvbm_cli.runs.run_directory import EngineRun, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts
@@ -64,6 +66,7 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
     require_none(order_problems(served.resolved, served.sizing, has_cache=has_cache), is_strict=options.is_strict)
     if options.is_dry_run:
         warn_of(problems_here(served.resolved, served.sizing, has_cache=has_cache))
+        served = served.decided()
         print_dry_run(served, served.plan(served.profile.server.port), as_json=options.as_json)
         return 0
     await_predecessors(served)
@@ -71,7 +74,8 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
     require_none(problems, is_forced=options.is_forced, may_lack_disk=True)
     _make_model(served)
     runs = _runs(is_detached=options.is_detached)
-    with runs.starting() as living:
+    with claiming(), runs.starting() as living:
+        served = served.decided()
         problems = reservation_problems(served.resolved, served.sizing, living, has_cache=has_cache)
         require_none(problems, is_forced=options.is_forced)
         plan = served.plan(_free_port(served.resolved, living), taken=tuple(taken_ports(living)))
@@ -175,6 +179,8 @@ def _describe(
             logs={**logs, "proxy" if named else "engine": str(log.absolute())},
             launcher=launcher,
             memory_bytes=served.memory_bytes,
+            engine_bytes=served.engine_bytes,
+            chosen={} if options.is_baseline else served.resolved.chosen,
             disk_directory=None if served.disk is None else str(Path(served.disk.directory).expanduser()),
             directory=os.getcwd(),
             command=tuple(sys.argv),

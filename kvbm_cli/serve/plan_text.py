@@ -12,7 +12,7 @@ from kvbm.engines.table import how_to_make_model
 from kvbm.text.outside import without_secret_values, without_secrets
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.process import additions
-from kvbm_cli.profile.size import as_data, block_line, tier_table
+from kvbm_cli.profile.size import as_data, block_line, chosen_lines, tier_table
 from kvbm_cli.profile.state_check import state_notes
 from kvbm_cli.serve.served_profile import ServedProfile
 from kvbm_cli.terminal.console import print_data, print_json
@@ -52,9 +52,10 @@ def _as_data(plan: LaunchPlan) -> dict[str, object]:
 
 
 def _sizes(served: ServedProfile) -> Mapping[str, object]:
+    chosen = {} if served.is_baseline or not served.resolved.chosen else {"chosen": dict(served.resolved.chosen)}
     if isinstance(served.sizing, Exception):
-        return {"sizes": str(served.sizing)}
-    return as_data(served.sizing, has_cache=not served.is_baseline)
+        return {"sizes": str(served.sizing), **chosen}
+    return {**as_data(served.sizing, has_cache=not served.is_baseline), **chosen}
 
 
 def _command(plan: LaunchPlan) -> str:
@@ -86,9 +87,10 @@ def plan_text(served: ServedProfile, launch_plan: LaunchPlan) -> str:
         f"server   {address}",
         *(f"note     {note}" for note in ([] if served.is_baseline else state_notes(resolved))),
     ]
+    chosen = [] if served.is_baseline else chosen_lines(resolved)
     if isinstance(sizing, Exception):
-        return "\n".join([*lines, f"sizes    {sizing}"])
-    return "\n".join([*lines, "", tier_table(resolved, sizing, has_cache=not served.is_baseline)])
+        return "\n".join([*lines, f"sizes    {sizing}", *chosen])
+    return "\n".join([*lines, "", tier_table(resolved, sizing, has_cache=not served.is_baseline), *chosen])
 
 
 def _disaggregated_line(served: ServedProfile) -> list[str]:

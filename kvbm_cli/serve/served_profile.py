@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.engines.launch_plan import LaunchPlan
@@ -11,7 +11,9 @@ from kvbm.engines.table import kind_of
 from kvbm.errors import UsageError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports, plan
 from kvbm_cli.engine.process import STOP_TIMEOUT_S
+from kvbm_cli.profile.auto_capacity import engine_bytes, with_capacities
 from kvbm_cli.profile.machine_problems import memory_bytes
+from kvbm_cli.profile.size import size_of
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -52,6 +54,18 @@ class ServedProfile:
     def memory_bytes(self) -> int:
         """Returns the host memory for blocks (G2) of all its engines, 0 if unknown."""
         return 0 if self.is_baseline else memory_bytes(self.profile, self.sizing)
+
+    @property
+    def engine_bytes(self) -> int:
+        """Returns the host memory that its engines take for themselves, as on a CPU, 0 if unknown."""
+        return engine_bytes(self.profile, self.sizing) or 0
+
+    def decided(self) -> ServedProfile:
+        """Return it with the sizes that kvbm chooses now in place of `capacity: auto`."""
+        if self.is_baseline or (resolved := with_capacities(self.resolved)) is self.resolved:
+            return self
+        is_sized = not isinstance(self.sizing, Exception)
+        return replace(self, resolved=resolved, sizing=size_of(resolved) if is_sized else self.sizing)
 
     @property
     def stop_timeout_s(self) -> float:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from kvbm.config.sizes import format_size
 from kvbm.sizing import Sizing
 from kvbm.sizing.catalogue import catalogue
+from kvbm_cli.profile.auto_capacity import with_capacities
 from kvbm_cli.profile.size import (
     as_data,
     block_line,
     blocks_text,
+    chosen_lines,
     sequence_warnings,
     size_of,
     snapshot_line,
@@ -32,6 +34,7 @@ def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
     """Print the sizes. Returns 1 if `is_strict` and a tier holds less than the one above it."""
     demand, speeds, resolved = request.demand(), request.speeds(), request.resolve()
     wanted, facts = request.wanted(resolved), request.facts()
+    resolved = with_capacities(resolved, facts=facts)
     sizing = size_of(resolved, wanted, facts=facts)
     longest = None
     if wanted.sequence_tokens is not None:
@@ -46,7 +49,7 @@ def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
         times = speeds.times(sizing) if speeds is not None else None
         longest_data = None if longest is None else as_data(longest)["sequence"]
         more = {"longest_sequence": longest_data, "needed": needed, "times": times, "warnings": warnings}
-        print_json({**as_data(sizing), **more})
+        print_json({**as_data(sizing), **({"chosen": dict(resolved.chosen)} if resolved.chosen else {}), **more})
     else:
         lines = _report(resolved, sizing, longest, needed)
         print_data("\n".join([*lines, *(["", *speeds.lines(sizing)] if speeds is not None else [])]))
@@ -70,7 +73,8 @@ def _report(
     lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
     lines += [line for line in (snapshot_line(sizing),) if line is not None]
     lines += [f"note: {note}" for note in sizing.notes]
-    lines += ["", tier_table(resolved, sizing, has_ranks=True), "", _eviction_line(resolved, sizing)]
+    lines += ["", tier_table(resolved, sizing, has_ranks=True), *chosen_lines(resolved)]
+    lines += ["", _eviction_line(resolved, sizing)]
     for one in (longest, sizing):
         if one is not None and one.sequence_blocks:
             lines += ["", *_sequence_lines(one)]

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_scalar
 from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS
-from kvbm.config.sizes import MAX_BYTES, parse_size
+from kvbm.config.sizes import parse_size
 from kvbm.config.values import count_of, count_value
-from kvbm.engines.model_facts import model_directory, read_config
+from kvbm.engines.model_facts import read_config, weight_bytes
 from kvbm.engines.table import KINDS
-from kvbm.errors import ProfileError, UsageError
+from kvbm.errors import UsageError
 from kvbm.sizing import Wanted
 from kvbm.sizing.gpu import DEFAULT_UTILIZATION, GPUS, Gpu, MemoryEstimate
-from kvbm.text.reading import MAX_CONFIG_BYTES
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.size.measured_speeds import MeasuredSpeeds
 
@@ -154,21 +153,3 @@ class SizeRequest:
             )
         utilization = (engine.arguments.model_extra or {}).get("gpu_memory_utilization", DEFAULT_UTILIZATION)
         return MemoryEstimate(gpu.memory_bytes, weights, float(utilization))
-
-
-def weight_bytes(model: str) -> int | None:
-    """Bytes of the weights of a model on this machine: of its index, or of its files. None if there are none."""
-    directory = model_directory(model)
-    if directory is None:
-        return None
-    index = directory / "model.safetensors.index.json"
-    if index.is_file() and index.stat().st_size <= MAX_CONFIG_BYTES:
-        try:
-            metadata = read_config(index).get("metadata")
-        except ProfileError:
-            return None
-        total = metadata.get("total_size") if isinstance(metadata, dict) else None
-        if not isinstance(total, int | float) or isinstance(total, bool) or not 1 <= total <= MAX_BYTES:
-            return None
-        return int(total)
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) or None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
+from kvbm.engines.model_facts import weight_bytes
 from kvbm.engines.table import kind_of
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE
@@ -29,7 +30,6 @@ from kvbm_cli.bench.engines import HEADROOM
 from kvbm_cli.bench.setup import ON_CPU, ON_GPU, CellOutline, Speed
 from kvbm_cli.bench.workload.schema import Conversations, Schedule
 from kvbm_cli.profile.size import size_of
-from kvbm_cli.size.request import weight_bytes
 from kvbm_cli.system.machine import load_average, usable_cpu_count
 from kvbm_cli.terminal.quantities import duration
 

@@ -204,7 +204,7 @@ def value_of(dice: random.Random, path: str) -> object:
 
 
 RIGHT: dict[str, tuple[object, ...]] = {
-    "size": ("64GiB", "1.5 GB", "2000MB", "1TB"),
+    "size, or `auto`": ("64GiB", "1.5 GB", "2000MB", "1TB", "auto"),
     "true or false": (True, False),
     "number": (1, 2.5, 30),
     "whole number": (1, 2, 64),

@@ -1,15 +1,19 @@
 """A large cache: ready soon after a restart, and small in memory."""
 
+import errno
 import gc
 import os
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, found_blocks, instance_of, make_hash, make_shards, opened, settings_for
 
+from kvbm.host.machine_memory import LEAST_MARGIN_BYTES
 from kvbm.tiers.disk import files
+from kvbm.tiers.disk.files import NoRoom
 from kvbm.tiers.disk.index import ROWS_PER_STATEMENT, BlockIndex
 from kvbm.tiers.disk.storage import DiskStorage
 
@@ -84,3 +88,52 @@ def test_one_statement_takes_many_rows(tmp_path):
         rig.tier.forget(range(1, count))
     with opened(tmp_path, block_count=2 * ROWS_PER_STATEMENT + 3) as rig:
         assert list(rig.recovered().values()) == [0]
+
+
+def open_fitting(directory, capacity_bytes):
+    settings = settings_for(directory, block_count=None, capacity_bytes=capacity_bytes, fit=True)
+    tier = DiskStorage.open(settings, NAMESPACE, make_shards(4, 4096), hash_bytes=HASH_BYTES)
+    slot_count = tier.slot_count
+    tier.close(10)
+    return slot_count
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Bytes that the file system of an arena has free."""
+    space = SimpleNamespace(f_blocks=1, f_frsize=4096, f_bavail=0, f_bfree=1 << 30)
+    monkeypatch.setattr(files.os, "fstatvfs", lambda fd: space)
+    return space
+
+
+def test_a_cache_that_fits_itself_to_the_disk_keeps_its_size_after_a_restart(tmp_path, free):
+    free.f_bavail = 4 << 20
+    assert open_fitting(tmp_path, 100 * 4096) == 100
+    free.f_bavail = 0  # it took the space
+    assert open_fitting(tmp_path, 7 * 4096) == 100
+    free.f_bavail = 4 << 20
+    assert open_fitting(tmp_path, 1000 * 4096) == 100
+
+
+def test_a_new_cache_that_fits_itself_takes_no_more_than_is_free(tmp_path, free):
+    margin_pages = LEAST_MARGIN_BYTES // 4096
+    free.f_bavail = margin_pages + 50
+    assert open_fitting(tmp_path / "one", 100 * 4096) == 50
+    free.f_bavail = margin_pages
+    with pytest.raises(NoRoom, match="has no space to spare"):
+        open_fitting(tmp_path / "two", 100 * 4096)
+
+
+def test_a_new_cache_that_fits_itself_tries_again_if_another_engine_takes_the_space(tmp_path, free, monkeypatch):
+    free.f_bavail, taken = 4 << 20, []
+
+    def take(fd, start, end, **others):
+        taken.append(end - start)
+        if len(taken) == 1:
+            free.f_bavail = LEAST_MARGIN_BYTES // 4096 + 50
+            raise OSError(errno.ENOSPC, "no space")
+        os.truncate(fd, end)
+
+    monkeypatch.setattr(files, "_take_space", take)
+    assert open_fitting(tmp_path, 100 * 4096) == 50
+    assert len(taken) == 2

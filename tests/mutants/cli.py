@@ -383,4 +383,28 @@ MUTANTS = (
         new="return str(error)",
         fails="tests/doctor/test_doctor_store.py -k not_exist",
     ),
+    Mutant(
+        name="auto-takes-what-another-start-has-claimed",
+        bug="two engines that start at once choose the same memory",
+        file="kvbm_cli/profile/auto_capacity.py",
+        old="    spare = room.available_bytes - pending - margin",
+        new="    spare = room.available_bytes - margin",
+        fails="tests/cli/test_auto_capacity.py -k at_once",
+    ),
+    Mutant(
+        name="auto-forgets-the-blocks-of-an-engine-on-a-cpu",
+        bug="host memory and G1 together are more than the machine has",
+        file="kvbm_cli/profile/auto_capacity.py",
+        old="    if kind.uses_host_memory(profile):\n        if",
+        new="    if kind.runs_on_cpu(profile):\n        if",
+        fails="tests/cli/test_auto_capacity.py -k come_first",
+    ),
+    Mutant(
+        name="claims-last-until-the-end-of-a-run",
+        bug="a healthy engine counts twice: in what the kernel says, and as one that starts",
+        file="kvbm_cli/runs/run_directory.py",
+        old="is RunState.HEALTHY else {}\n        self._release_claim()\n",
+        new="is RunState.HEALTHY else {}\n",
+        fails="tests/cli/test_auto_capacity.py -k until_the_engine_is_healthy",
+    ),
 )

@@ -411,4 +411,12 @@ MUTANTS = (
         new="    try:\n        _ = disk and disk.await_opening()\n        shared = _begin_shared(",
         fails="tests/leader/test_late_identity.py -k as_long_as_one",
     ),
+    Mutant(
+        name="auto-shrinks-a-cache-at-a-restart",
+        bug="a cache that has taken the free space finds little at the next start, and drops its blocks",
+        file="kvbm/tiers/disk/instance.py",
+        old="    if settings.fit and former is not None:",
+        new="    if settings.fit and former is not None and former.slot_count == 0:",
+        fails="tests/disk/test_size.py -k keeps_its_size",
+    ),
 )

@@ -270,7 +270,7 @@ class KvbmWorker:
         self, profile: Profile, *, handshake: Callable[[bytes], None], worker_process: bool, progress: Progress | None
     ) -> None:
         host = profile.tiers.host_memory()
-        self._capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
+        self._capacity = HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks)
         self._transfer = profile.transfer
         self._send_handshake = handshake
         self._worker_process = worker_process

@@ -36,6 +36,9 @@ class EmbeddedKind(EngineKind):
     def has_prefix_caching(self, profile: Profile) -> bool:
         return _arguments(profile).prefix_caching
 
+    def uses_host_memory(self, profile: Profile) -> bool:
+        return _arguments(profile).device != "cuda"
+
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
         return with_arguments(profile, num_blocks=max(block_count, _arguments(profile).num_blocks), prefix_caching=True)
 

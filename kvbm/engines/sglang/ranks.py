@@ -34,9 +34,9 @@ def for_rank(config: ConnectorConfig, storage: Any) -> ConnectorConfig:
     disk = tiers.disk
     if is_shared and not storage.is_storage_writer:
         disk = None
-    elif disk is not None and disk.capacity is not None:
+    elif disk is not None and disk.capacity_bytes is not None:
         ranks = storage.pp_size * (1 if is_shared else storage.tp_size)
-        disk = disk.model_copy(update={"capacity": disk.capacity // ranks})
+        disk = disk.model_copy(update={"capacity": disk.capacity_bytes // ranks})
     offload = config.offload
     if is_shared:  # what only one rank has is no hit for the others
         offload = offload.model_copy(update={"to_shared": "always"})

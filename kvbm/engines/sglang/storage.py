@@ -139,7 +139,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         pool = self._pool
         assert pool is not None
         host = self._config.tiers.host_memory()
-        capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
+        capacity = HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks)
         slots = capacity.slot_count(layout.slot_stride, self._storage.tp_size * self._storage.pp_size)
         self._segment = Segment.create(rank=0, layout=layout, slot_count=slots)
         traits = EngineTraits(pool.page_tokens, hash_bytes=KEY_BYTES, names_whole_chains=False)

@@ -98,7 +98,7 @@ class RankSide:
     def _create_workers(self, memories: Sequence[GroupMemory]) -> list[Worker]:
         host = self._config.tiers.host_memory()
         stride = sum(memory.layout.slot_stride for memory in memories)
-        capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
+        capacity = HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks)
         slots = HostCapacity(block_count=capacity.slot_count(stride, self._rank_count))
         return [
             Worker.create(

@@ -126,7 +126,7 @@ class WorkerSide:
         return Worker.create(
             layout,
             storages,
-            HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks),
+            HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks),
             rank=self._rank,
             segment_count=self._rank_count // self._replicas.count,
             replicas=self._replicas,

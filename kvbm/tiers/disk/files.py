@@ -23,6 +23,7 @@ from pathlib import Path
 from kvbm.errors import EnvironmentProblem, TierProblem, path_hint
 from kvbm.host.directories import make_private_directories
 from kvbm.host.libc import LIBC, last_error
+from kvbm.host.machine_memory import margin_of
 from kvbm.host.tree import Tree
 from kvbm.tiers.disk.settings import Progress
 
@@ -41,6 +42,7 @@ DIO_OFFSET_ALIGN_AT = 156
 
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FREE_HINT = "free some, or use another `tiers.disk.directory`"
 ROOM_HINT = "lower `tiers.disk.capacity`, or set `tiers.disk.reclaim: true`"
 
 LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -238,6 +240,12 @@ class Arena:
         with suppress(OSError):
             return self._has_its_name()
         return False
+
+    def spare_bytes(self) -> int:
+        """Return the free space without the margin of `capacity: auto`. Raises OSError."""
+        room = os.fstatvfs(self.fd)
+        free_bytes = room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize  # some do not report it
+        return max(0, free_bytes + self.length() - margin_of(free_bytes))
 
     def is_removed(self) -> bool:
         """Return whether `path` certainly no longer names this file; False on other errors."""

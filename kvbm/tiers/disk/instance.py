@@ -36,6 +36,7 @@ from kvbm.tiers.disk.directory import (
     remove_instance,
 )
 from kvbm.tiers.disk.files import (
+    FREE_HINT,
     NO_ROOM,
     PAGE_BYTES,
     ROOM_HINT,
@@ -54,6 +55,7 @@ from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.tiers.disk.superblock import Superblock, read_superblock, write_superblock
 
 WORD_BYTES = 8
+FIT_ATTEMPTS = 3
 MAX_GENERATION = 1 << 62  # leaves enough larger ones for every later write
 PROBE_BYTES = PAGE_BYTES  # after the last slot, for probing the disk
 
@@ -85,11 +87,16 @@ class _NewInstance:
     progress: Progress | None
 
     def with_room(self, function: Callable[[], Result]) -> Result:
-        """Return what a function returns; with `reclaim`, remove unused caches as long as it finds no room."""
+        """Return what a function returns. If it finds no room, call it again: with `fit` because another engine may
+        have taken the space meanwhile, with `reclaim` after removing an unused cache."""
+        attempts = FIT_ATTEMPTS if self.settings.fit else 1
         while True:
             try:
                 return function()
             except NoRoom:
+                attempts -= 1
+                if attempts > 0:
+                    continue
                 if not self.settings.reclaim or not reclaim_oldest(self.settings.directory):
                     raise
 
@@ -180,7 +187,8 @@ class Instance:
     def _recovered(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
         arena = Arena.open(lock.path / ARENA)
         try:
-            instance = cls(lock.path, wanted.namespace, arena, _shape(arena, wanted))
+            kept = read_superblock(lock.path / SUPERBLOCK) if wanted.settings.fit else None
+            instance = cls(lock.path, wanted.namespace, arena, _shape(arena, wanted, kept))
             instance.lock = lock
             instance._recover(wanted)
         except BaseException:
@@ -308,12 +316,19 @@ class Instance:
         return found.at(np.setdiff1d(np.arange(len(found.slots)), older))
 
 
-def _shape(arena: Arena, wanted: _NewInstance) -> Shape:
+def _shape(arena: Arena, wanted: _NewInstance, former: Superblock | None = None) -> Shape:
+    """Return the sizes of an arena. With `fit`, `former` is what the arena was before."""
     settings, unit = wanted.settings, max(PAGE_BYTES, arena.alignment().offset)
     slot_bytes = -(-wanted.payload_bytes // unit) * unit
-    slot_count = settings.block_count
+    slot_count, capacity_bytes = settings.block_count, settings.capacity_bytes or 0
+    if settings.fit and former is not None:
+        capacity_bytes = former.slot_count * former.slot_bytes
+    elif settings.fit and slot_count is None:
+        capacity_bytes = min(capacity_bytes, arena.spare_bytes())
+        if capacity_bytes < slot_bytes:
+            raise NoRoom(f"{settings.directory} has no space to spare for a cache", hint=FREE_HINT)
     if slot_count is None:
-        slot_count = (settings.capacity_bytes or 0) // slot_bytes
+        slot_count = capacity_bytes // slot_bytes
     if slot_count < 1:
         raise EnvironmentProblem(
             f"a disk tier of {settings.capacity_bytes} bytes is smaller than one block ({slot_bytes} bytes)",

@@ -11,7 +11,8 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes total)
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """The keys of `tiers.disk` in a profile. `capacity_bytes` covers all ranks; `block_count` overrides it."""
+    """The keys of `tiers.disk` in a profile. `capacity_bytes` covers all ranks; `block_count` overrides it. With
+    `fit`, an existing arena keeps its size, and a new one leaves a margin of the free space."""
 
     directory: Path
     capacity_bytes: int | None = None
@@ -23,6 +24,7 @@ class DiskSettings:
     threads: int = 4
     persist: bool = True
     reclaim: bool = False
+    fit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
