@@ -150,7 +150,7 @@ def _of_lists(text: str, line: int) -> list[Launch]:
 
 def _of_lines(text: str, line: int) -> list[Launch]:
     """Return the starts of engines with which a line begins, read with the lines that continue it."""
-    found = []
+    found: list[Launch] = []
     for match in itertools.islice(_LINE.finditer(text), MAX_LAUNCHES):
         with contextlib.suppress(OpenQuote):
             found += Script().read(match[1], line + text.count("\n", 0, match.start(1)))
@@ -159,7 +159,7 @@ def _of_lines(text: str, line: int) -> list[Launch]:
 
 def _items(text: str, at: int, line: int) -> list[Word]:
     """Return the words of a list up to its end. What is not a text stays unresolved."""
-    found = []
+    found: list[Word] = []
     while (match := _ITEM.match(text, at)) is not None:
         if match["text"]:
             try:
