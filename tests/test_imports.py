@@ -119,7 +119,10 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.engines.python_probe", ("kvbm.child.run", "kvbm.engines.installation")),
     Rule("kvbm.engines.make_model", never=ENGINES[2:], lazily=("torch", "transformers", "numpy")),
     Rule("kvbm.engines.near_models"),
-    Rule("kvbm.engines.model_facts", ("kvbm.config.engine", "kvbm.sizing", "kvbm.engines.near_models")),
+    Rule(
+        "kvbm.engines.model_facts",
+        ("kvbm.config.engine", "kvbm.config.sizes", "kvbm.sizing", "kvbm.engines.near_models"),
+    ),
     Rule("kvbm.engines.synthetic_directory", ("kvbm.config", "kvbm.engines.make_model", "kvbm.engines.model_facts")),
     Rule("kvbm.engines.model_tokenizer", ("kvbm.engines.model_facts",)),
     Rule(

@@ -94,13 +94,13 @@ class NeededRoom:
 
 class OpenArm(Protocol):
     """Opens the engine of an arm. `log` is the directory for its output; `room` is what its G1 must hold, in tokens and
-    conversations, for the recording and the floor. Without it, they have the G1 of the profile. NoRoom if the engine
-    does not start with a larger one."""
+    conversations, for the recording and the floor. Without it, they have the G1 of the profile. NoRoomInG1 if the
+    engine does not start with a larger one."""
 
     def __call__(self, arm: str, log: Path, room: NeededRoom | None) -> AbstractContextManager[RunningEngine]: ...
 
 
-class NoRoom(EngineError):
+class NoRoomInG1(EngineError):
     """The engine did not start with a G1 that holds everything."""
 
 
@@ -158,7 +158,7 @@ def _enlarged(profile: Profile, log: Path) -> Iterator[RunningEngine]:
         try:
             engine = stack.enter_context(launched(profile, log, has_kvbm=False))
         except EngineError as error:
-            raise NoRoom(error.message, hint=error.hint) from error
+            raise NoRoomInG1(error.message, hint=error.hint) from error
         yield engine
 
 

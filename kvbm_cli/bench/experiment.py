@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import RECORDING, ArmGroup
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.engines import NeededRoom, NoRoom, OpenArm, RunningEngine, running_server
+from kvbm_cli.bench.engines import NeededRoom, NoRoomInG1, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.load.drive import DriveResult, drive
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.bench.metrics.summary import ServerSummary
@@ -112,7 +112,7 @@ class PreparedExperiment:
         self._setup, self._engines, self._directory, self._progress = setup, engines, directory, progress
         self._done = done
         self._startup_s: float | None = None
-        self._no_room: tuple[int, NoRoom] | None = None  # tokens that do not fit into G1, and the reason
+        self._no_room: tuple[int, NoRoomInG1] | None = None  # tokens that do not fit into G1, and the reason
 
     def prepare(self) -> None:
         self._prepare([cell for cell in self._setup.cells if not self._is_planned(cell)])
@@ -157,11 +157,11 @@ class PreparedExperiment:
         log = self._directory.run(RECORDING)
         try:
             return stack.enter_context(self._engines(RECORDING, log, room))
-        except NoRoom as error:
+        except NoRoomInG1 as error:
             self._lacks_room(room, error)
             return stack.enter_context(self._engines(RECORDING, log, None))
 
-    def _lacks_room(self, room: NeededRoom, error: NoRoom) -> None:
+    def _lacks_room(self, room: NeededRoom, error: NoRoomInG1) -> None:
         self._no_room = (room.tokens, error)
         self._progress.phase(_without_floor(error))
 
@@ -209,7 +209,7 @@ class PreparedExperiment:
             for name, run in group.runs.items():
                 try:
                     engines[name] = self._started(stack, name, group, plan, can_reset=data["can_reset"])
-                except NoRoom as error:
+                except NoRoomInG1 as error:
                     self._directory.append(LEFT_OUT, {"run": run, "reason": _without_floor(error)})
             if not engines:
                 return
@@ -223,7 +223,7 @@ class PreparedExperiment:
     def _started(
         self, stack: ExitStack, name: str, group: _Measurements, plan: Plan, *, can_reset: bool
     ) -> RunningEngine:
-        """Start the engine of an arm, warm it up, and empty its cache. NoRoom if it is a floor that does not fit.
+        """Start the engine of an arm, warm it up, and empty its cache. NoRoomInG1 if it is a floor that does not fit.
 
         With a shared tier, a first engine answers all requests, and the measured one is the next that starts. Its cache
         is not emptied: that would turn the tier off.
@@ -234,7 +234,7 @@ class PreparedExperiment:
         self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
         try:
             engine = stack.enter_context(self._engines(name, self._directory.run(group.runs[name]), room))
-        except NoRoom as error:
+        except NoRoomInG1 as error:
             self._lacks_room(room, error)
             raise
         self._startup_s = engine.startup_s
@@ -273,7 +273,7 @@ class PreparedExperiment:
         self._progress.request_ended(record)
 
 
-def _without_floor(error: NoRoom) -> str:
+def _without_floor(error: NoRoomInG1) -> str:
     ended, *why = (line.strip().removesuffix(", last lines:") for line in error.message.splitlines()[:2])
     return "; ".join([f"no floor: with a G1 that holds everything, {ended}", *why])
 

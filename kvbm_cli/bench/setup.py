@@ -35,7 +35,7 @@ ASSUMED_G1_TOKENS = 400_000  # of a model with 8 billion parameters on a GPU of 
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class AssumedSpeed:
     """What a plan assumes of an engine: the time of a start, and tokens per second."""
 
     start_s: float
@@ -49,7 +49,7 @@ class Speed:
         return prompts / self.prompt_tokens + answers / self.answer_tokens / at_once
 
 
-ON_CPU, ON_GPU = Speed(20.0, 2_000, 50), Speed(90.0, 10_000, 100)
+ON_CPU, ON_GPU = AssumedSpeed(20.0, 2_000, 50), AssumedSpeed(90.0, 10_000, 100)
 
 
 def show_plan(setup: Setup, *, as_json: bool, first_starts: int = 0, notes: Sequence[str] = ()) -> int:
@@ -109,7 +109,7 @@ def plan_of(setup: Setup, *, first_starts: int = 0, notes: Sequence[str] = ()) -
     }
 
 
-def _assumption(speed: Speed) -> str:
+def _assumption(speed: AssumedSpeed) -> str:
     return (
         f"the duration assumes {speed.prompt_tokens:,.0f} prompt tokens per second; the preparation measures them, and "
         "`--duration` limits a run"
@@ -130,7 +130,7 @@ class CellOutline:
     recording_s: float
 
     @classmethod
-    def of(cls, cell: Cell, speed: Speed) -> CellOutline:
+    def of(cls, cell: Cell, speed: AssumedSpeed) -> CellOutline:
         writer = LengthWriter()
         script = script_of(cell.workload, writer, seed=cell.workload.seed)
         whole = with_canned_answers(script, lambda tokens: writer.content(random.Random(0), tokens))

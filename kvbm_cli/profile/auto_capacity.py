@@ -44,7 +44,7 @@ HUGE_SHARE = 64  # of a segment in huge pages, for its control words: 1 / HUGE_S
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenCapacity:
     """Bytes of a tier for each engine of a profile, and why."""
 
     capacity_bytes: int
@@ -117,7 +117,7 @@ def _least(profile: Profile, facts: Mapping[str, object] | None) -> Sizing | Non
         return None
 
 
-def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> Choice:
+def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenCapacity:
     copies, own = copy_count(profile), engine_bytes(profile, least)
     room, living = memory.room(), living_runs()
     pending = pending_memory(living) + pending_of_engines()
@@ -139,7 +139,7 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> Choice:
     huge -= huge // HUGE_SHARE + 2 * memory.huge_pages()[0] * (1 if least is None else least.rank_count) * copies
     if huge > max(spare, 0):
         each = _rounded(huge // copies)
-        return Choice(max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free")
+        return ChosenCapacity(max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free")
     parts += [f"- {format_size(pending)} for starting engines"] if pending else []
     parts += [f"- {format_size(own)} for {title} itself"] if own else []
     parts.append(f"- a margin of {format_size(margin)}")
@@ -147,10 +147,10 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> Choice:
     each = _rounded(spare // copies)
     if own is None:
         reason = f"the least: only {title} knows how much memory it takes itself; set its size of G1, or a capacity"
-        return Choice(least_bytes, reason)
+        return ChosenCapacity(least_bytes, reason)
     if each < least_bytes:
-        return Choice(least_bytes, f"the least, because nothing is left of {' '.join(parts)}")
-    return Choice(each, " ".join(parts))
+        return ChosenCapacity(least_bytes, f"the least, because nothing is left of {' '.join(parts)}")
+    return ChosenCapacity(each, " ".join(parts))
 
 
 def _room_on_nodes(memory: HostMemory, ranks: int, pending: int) -> int | None:
@@ -167,28 +167,28 @@ def _room_on_nodes(memory: HostMemory, ranks: int, pending: int) -> int | None:
     return min(least)
 
 
-def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> Choice:
+def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> ChosenCapacity:
     copies = copy_count(profile)
     directory = expanded(disk.directory)
     tier = None if least is None else least.disk
     least_bytes = LEAST_BYTES if tier is None else tier.total_bytes
     try:
         if not answers(directory):
-            return Choice(least_bytes, f"the least: {disk.directory} does not answer")
+            return ChosenCapacity(least_bytes, f"the least: {disk.directory} does not answer")
         found = _arenas(profile, directory, None if tier is None else tier.total_bytes // tier.block_count)
         facts = os.statvfs(nearest_existing(directory))
     except (OSError, EnvironmentProblem) as error:
-        return Choice(least_bytes, f"the least: cannot read {disk.directory}: {error}")
+        return ChosenCapacity(least_bytes, f"the least: cannot read {disk.directory}: {error}")
     own = sum(found[: copies * kind_of(profile).serving_ranks(profile)]) if disk.persist else 0
     if own:
-        return Choice(max(_rounded(own // copies), least_bytes), "the cache that exists keeps its size")
+        return ChosenCapacity(max(_rounded(own // copies), least_bytes), "the cache that exists keeps its size")
     free = facts.f_bavail * facts.f_frsize
     each = _rounded((free - margin_of(free)) // copies)
     text = f"{format_size(free)} free in {disk.directory} - a margin of {format_size(margin_of(free))}"
     text += f", for {copies} engines" if copies > 1 else ""
     if each < least_bytes:
-        return Choice(least_bytes, f"the least, because nothing is left of {text}")
-    return Choice(each, text)
+        return ChosenCapacity(least_bytes, f"the least, because nothing is left of {text}")
+    return ChosenCapacity(each, text)
 
 
 def _arenas(profile: Profile, directory: Path, block_bytes: int | None) -> list[int]:

@@ -22,6 +22,17 @@ MODULES = {
     "dynamo.sglang": "sglang",
     "sglang.launch_server": "sglang",
 }
+STARTS = re.compile(
+    r"\bvllm(?:\s+serve\b|/vllm-openai)|\bsglang\s+serve\b|\btrtllm-serve\b|vllm/entrypoints/openai"
+    r"|-m\s+(?:vllm\.entrypoints\.|sglang\.launch_server|dynamo\.)"
+)
+START_OF_LINE = (
+    r"(?:(?:vllm|sglang)[ \t]+serve|trtllm-serve|(?:docker|podman|nerdctl)[ \t]+run|-m[ \t]+(?:vllm|sglang|dynamo)\.)"
+)
+STARTS_IN_LISTS = re.compile(  # of words, as Python and JSON write them
+    r"[\"'](?:[\w./-]*/)?(?:(?:vllm|sglang)[\"']\s*,\s*[\"']serve|trtllm-serve)[\"']"
+    r"|[\"']-m[\"']\s*,\s*[\"'](?:vllm\.entrypoints|sglang\.launch_server|dynamo\.)"
+)
 READS = (
     "it reads a command line, a script, a Dockerfile, a unit of systemd or a page of Markdown with `vllm serve`, "
     "`dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a manifest of Kubernetes, values of production-stack or "

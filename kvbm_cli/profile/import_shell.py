@@ -12,16 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import Container, Launch, Left, Word, contained, started
+from kvbm_cli.profile.import_launch import STARTS, Container, Launch, Left, Word, contained, started
 from kvbm_cli.profile.import_secrets import names_secret
 
 MAX_INSERTED = 1 << 20  # characters
 MAX_DEPTH = 8
 MAX_LAUNCHES = 200
-STARTS = re.compile(
-    r"\bvllm(?:\s+serve\b|/vllm-openai)|\bsglang\s+serve\b|\btrtllm-serve\b|vllm/entrypoints/openai"
-    r"|-m\s+(?:vllm\.entrypoints\.|sglang\.launch_server|dynamo\.)"
-)
 
 _SINGLE, _DOUBLE = r"'[^']*'", r"\"(?:\\.|[^\"\\])*\""
 _BRACES = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
@@ -95,7 +91,9 @@ def _env_value(text: str) -> str:
 
 def inserted(word: Word) -> Word:
     """Return the word with its variables inserted, as Compose does: `$$` is one `$`."""
-    return Word(Script().quoted(word.replace("\\", "\\\\").replace("$$", "\\$")), word.line, is_plain=word.is_plain)
+    return Word(
+        CommandText().quoted(word.replace("\\", "\\\\").replace("$$", "\\$")), word.line, is_plain=word.is_plain
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,7 @@ class HereDocument:
     target: str  # the file that it becomes, empty for none
 
 
-class Script:
+class CommandText:
     """What a text sets, and the engines that it starts. A variable has the value that it has at that place."""
 
     def __init__(
@@ -345,7 +343,7 @@ class Script:
         inherits: bool = False,
     ) -> None:
         self._count(len(text) + len(environment or ()) + len(arguments or ()))
-        inside = Script(environment, arguments, spent=self.spent)
+        inside = CommandText(environment, arguments, spent=self.spent)
         if inherits:
             inside.variables, inside.exported = dict(self.variables), dict(self.exported)
         inside.read(text, line, depth + 1)

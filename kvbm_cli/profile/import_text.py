@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from kvbm.config.variables import variable_names
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import Launch, Word
+from kvbm_cli.profile.import_launch import START_OF_LINE, STARTS_IN_LISTS, Launch, Word
 from kvbm_cli.profile.import_profile import OF_LMCACHE
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, OpenQuote, Script, marked, read_variables_file
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, OpenQuote, marked, read_variables_file
 from kvbm_cli.profile.import_yaml import read_yaml
 
 # The first line that is no comment has a key, or begins a document.
@@ -30,15 +30,11 @@ _FROM = re.compile(r"FROM\s+\S", re.IGNORECASE)
 _INSTRUCTION = re.compile(r"^[ \t]*(FROM|ENV|ENTRYPOINT|CMD)[ \t]+((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
 _LINE = re.compile(
     r"^[ \t]*(?:[$@!>-][ \t]*)?((?:[A-Z_]+=[^\s\"']*[ \t]+)*(?:(?:sudo|nohup|exec|uv run|python3?)[ \t]+)*"
-    r"(?:(?:vllm|sglang)[ \t]+serve|trtllm-serve|(?:docker|podman|nerdctl)[ \t]+run|-m[ \t]+(?:vllm|sglang|dynamo)\.)\b"
+    rf"{START_OF_LINE}\b"
     r"(?:[^\\\n]|\\.)*)",
     re.MULTILINE | re.DOTALL,
 )
 _STRING = r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
-_LIST = re.compile(  # of words, as Python and JSON write them
-    r"[\"'](?:[\w./-]*/)?(?:(?:vllm|sglang)[\"']\s*,\s*[\"']serve|trtllm-serve)[\"']"
-    r"|[\"']-m[\"']\s*,\s*[\"'](?:vllm\.entrypoints|sglang\.launch_server|dynamo\.)"
-)
 _ITEM = re.compile(
     rf"\s+|,|\\\n|\#[^\n]*|(?P<text>{_STRING})(?=\s*[,\]\)\#])"
     rf"|(?P<other>(?:{_STRING}|\([^()]*\)|\[[^\[\]]*\]|[^\s,\[\]()\"'#]|[ ](?![\s,\])]))+)"
@@ -65,7 +61,7 @@ def _of_block(text: str, line: int) -> list[Launch]:
     if _UNIT.search(text):
         for pattern, instead in _OF_UNIT:
             text = pattern.sub(instead, text)
-    script = Script()
+    script = CommandText()
     try:
         found = script.read(_PROMPT.sub("", text), line)
     except OpenQuote:
@@ -84,7 +80,7 @@ def _of_block(text: str, line: int) -> list[Launch]:
 
 def launches_of_words(words: Sequence[str]) -> list[Launch]:
     """Return every start of an engine in a command whose words a shell has made."""
-    script = Script()
+    script = CommandText()
     script.find([Word(one, 1) for one in words])
     return script.results()
 
@@ -120,13 +116,13 @@ def _of_page(blocks: list[tuple[str, int]]) -> list[Launch]:
 
 def _of_dockerfile(instructions: list[re.Match[str]]) -> list[Launch]:
     """Return the start of the image that the last stage makes."""
-    environment = Script()
+    environment = CommandText()
     parts: dict[str, list[Word]] = {}
     image, line, at = "", 1, 0
     for one in instructions:
         line, at = line + one.string.count("\n", at, one.start(2)), one.start(2)
         if one[1] == "FROM":
-            image, environment, parts = one[2].split()[0], Script(), {}
+            image, environment, parts = one[2].split()[0], CommandText(), {}
         elif one[1] == "ENV":
             pair = re.match(r"(\w+)[ \t]+([^=]*)$", one[2], re.DOTALL)
             text = one[2] if pair is None else pair[1] + '="' + pair[2].replace('"', '\\"') + '"'
@@ -142,8 +138,8 @@ def _of_dockerfile(instructions: list[re.Match[str]]) -> list[Launch]:
 
 def _of_lists(text: str, line: int) -> list[Launch]:
     """Return the starts of engines in lists of words, as Python and JSON write them."""
-    script = Script()
-    for match in itertools.islice(_LIST.finditer(text), MAX_LAUNCHES):
+    script = CommandText()
+    for match in itertools.islice(STARTS_IN_LISTS.finditer(text), MAX_LAUNCHES):
         script.find(_items(text, match.start(), line + text.count("\n", 0, match.start())))
     return script.results()
 
@@ -153,7 +149,7 @@ def _of_lines(text: str, line: int) -> list[Launch]:
     found: list[Launch] = []
     for match in itertools.islice(_LINE.finditer(text), MAX_LAUNCHES):
         with contextlib.suppress(OpenQuote):
-            found += Script().read(match[1], line + text.count("\n", 0, match.start(1)))
+            found += CommandText().read(match[1], line + text.count("\n", 0, match.start(1)))
     return found
 
 

@@ -19,9 +19,9 @@ from kvbm.config.key_list import OWN
 from kvbm.config.spelling import snake_case
 from kvbm.engines.table import KINDS
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word
+from kvbm_cli.profile.import_launch import MAX_DEPTH, STARTS, Launch, Left, Word
 from kvbm_cli.profile.import_secrets import NO_SECRETS, names_secret
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, STARTS, Script, finished, inserted, marked
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, finished, inserted, marked
 
 MAX_NODES = 50_000
 CHARACTERS_PER_VALUE = 100
@@ -225,11 +225,11 @@ def _of_container(container: Any, scope: Launch) -> Iterator[Launch]:
 
 
 def _words(text: Word, environment: Mapping[str, Word] | None = None) -> list[Word]:
-    return [word for command in Script(environment).commands(text, text.line) for word in command]
+    return [word for command in CommandText(environment).commands(text, text.line) for word in command]
 
 
 def _found(words: list[Word], image: str, environment: Mapping[str, Word]) -> list[Launch]:
-    script = Script(environment)
+    script = CommandText(environment)
     script.find(words, image=image)
     return script.results()
 
@@ -254,7 +254,7 @@ def _anywhere(value: Any, environment: Mapping[str, Word]) -> Iterator[Launch]:
         for inside in () if found else value:
             yield from _anywhere(inside, environment)
     elif STARTS.search(value):
-        yield from Script(environment).read(value, value.line)
+        yield from CommandText(environment).read(value, value.line)
 
 
 def _of_compose(name: Word, service: Any) -> Iterator[Launch]:

@@ -27,7 +27,7 @@ from kvbm_cli.bench.command import INTERRUPTED_EXIT_CODE, BenchRequest, measure,
 from kvbm_cli.bench.engines import LOOPBACK, OpenArm
 from kvbm_cli.bench.judge.verdict import VerdictLimits
 from kvbm_cli.bench.result.directory import PLAN, RUNS, BenchDirectory
-from kvbm_cli.bench.setup import CellOutline, Speed, plan_of
+from kvbm_cli.bench.setup import AssumedSpeed, CellOutline, plan_of
 from kvbm_cli.bench.workload.schema import as_definition
 from kvbm_cli.doctor.check import CheckState
 from kvbm_cli.doctor.command import quick_checks
@@ -192,7 +192,7 @@ def _prepared(request: TryRequest) -> Path:
 
 
 def _announce(
-    trial: dict[str, Any], speed: Speed, notes: Sequence[str], directory: Path, *, minutes: float, reads_g1: bool
+    trial: dict[str, Any], speed: AssumedSpeed, notes: Sequence[str], directory: Path, *, minutes: float, reads_g1: bool
 ) -> None:
     """Write try.json, and say what will run. With `reads_g1`, one more engine reports the size of G1."""
     setup, _, _ = setup_of(_bench_request(trial, pressure=OWN_SIZE))  # which is about the final one

@@ -27,7 +27,7 @@ from kvbm.sizing.families.facts import text_facts
 from kvbm.sizing.gpu import DEFAULT_UTILIZATION, MemoryEstimate
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import HEADROOM
-from kvbm_cli.bench.setup import ON_CPU, ON_GPU, CellOutline, Speed
+from kvbm_cli.bench.setup import ON_CPU, ON_GPU, AssumedSpeed, CellOutline
 from kvbm_cli.bench.workload.schema import Conversations, Schedule
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.system.machine import load_average, usable_cpu_count
@@ -57,7 +57,7 @@ MARGIN_SHARE, MARGIN_BYTES = 0.1, 2 << 30  # of host memory stay free
 MIB, MATRIX = 1 << 20, 768
 
 
-def speed_of(profile: Profile, gpus: Sequence[GpuState]) -> Speed:
+def speed_of(profile: Profile, gpus: Sequence[GpuState]) -> AssumedSpeed:
     """Return what the engine of a profile attains, by its model and by this machine."""
     weights, facts = weights_of(profile), _facts(profile)
     experts = next((facts[one] for one in EXPERTS if one in facts), 1)
@@ -69,10 +69,10 @@ def speed_of(profile: Profile, gpus: Sequence[GpuState]) -> Speed:
         start_s = LIGHT_START_S if profile.engine.kind == "embedded" else ON_CPU.start_s
         rate, memory_rate = _cpu_rate(), CPU_MEMORY_BYTES_PER_S
     busy = min(MOST_BUSY, max(1.0, (load_average() or 0.0) / usable_cpu_count()))
-    return Speed(busy * start_s + weights / READ_BYTES_PER_S, ATTAINED * rate / active, memory_rate / active)
+    return AssumedSpeed(busy * start_s + weights / READ_BYTES_PER_S, ATTAINED * rate / active, memory_rate / active)
 
 
-def total_s(speed: Speed, starts: int, runs_s: float) -> float:
+def total_s(speed: AssumedSpeed, starts: int, runs_s: float) -> float:
     """Return the seconds of a trial with so many starts of engines."""
     return starts * speed.start_s + runs_s + PREPARATION_S
 
@@ -87,7 +87,7 @@ class Forecast:
     note: str | None = None
 
 
-def forecast(speed: Speed, sizing: Sizing | None, *, in_turn: bool, minutes: float) -> Forecast:
+def forecast(speed: AssumedSpeed, sizing: Sizing | None, *, in_turn: bool, minutes: float) -> Forecast:
     """Choose conversations with a working set of PRESSURE times G1, or of as much as the minutes allow."""
     g1_tokens = 0 if sizing is None or sizing.device is None else sizing.device.token_count
     longest = (sizing.sequence_tokens if sizing is not None else 0) or LONGEST

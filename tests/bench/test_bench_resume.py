@@ -24,7 +24,7 @@ from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.engines import NeededRoom, NoRoom
+from kvbm_cli.bench.engines import NeededRoom, NoRoomInG1
 from kvbm_cli.bench.experiment import _require_same, run_experiment
 from kvbm_cli.bench.result.directory import BenchDirectory
 
@@ -81,7 +81,7 @@ class WithoutRoom(MockEngines):
     def __call__(self, arm: str, log: Path, room: NeededRoom | None):
         if room is not None and arm in ("recording", "floor"):
             self.started.append(f"no {arm}")
-            raise NoRoom("out of memory\n  out of GPU memory\n  and more of its log")
+            raise NoRoomInG1("out of memory\n  out of GPU memory\n  and more of its log")
         return super().__call__(arm, log, room)
 
 
