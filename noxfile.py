@@ -16,10 +16,15 @@ ARM_GLIBC = ("2014", *(f"_2_{minor}" for minor in (17, 24, 26, 27, 28, 31, 34)))
 ARM_PLATFORMS = [f"--platform=manylinux{glibc}_aarch64" for glibc in ARM_GLIBC]
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
 TRITON = "3.9.0"
+# CI runs these in V2, and not in V1.
+ONLY_V2 = ("pause_in_vllm", "restart_in_vllm", "weight_updates")
 # CI leaves these out, `nox -s vllm_long` runs them: media, sizes and displays, each with engines of its own.
 LONG = [
     f"tests/vllm/test_{name}.py"
-    for name in ("defaults", "hybrid", "latent", "live_control", "media", "model_sizes", "prompt_sums", "spans_in_vllm")
+    for name in (
+        *("defaults", "hybrid", "latent", "live_control", "media", "model_sizes", "prompt_sums", "spans_in_vllm"),
+        *ONLY_V2,
+    )
 ]
 OTHERS = (*LONG, "tests/vllm/test_versions.py")  # test_determinism.py has what test_versions.py has
 SHORT = ("tests/vllm", *(f"--ignore={path}" for path in OTHERS))
@@ -34,10 +39,10 @@ IN_V2 = (
     "shared",
     "weight_updates",
 )
-# The shortest of them that say most, for every change: `nox -s vllm` ends with them.
+# The shortest tests that say most, for every change: `nox -s vllm` ends with them.
 ANSWERS_IN_V2 = (
-    "without_cache or preempted or adapters_and_the_base_model or waiting_leaves_nothing or external_reset"
-    " or engine_before_has_written or first_has_computed"
+    "a_server_without_cache or preempted or adapters_and_the_base_model or waiting_leaves_nothing or external_reset"
+    " or first_has_computed or reads_no_cache or one_engine_and or about_to_evict or pause_in or restart_in or weight"
 )
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
@@ -122,7 +127,8 @@ def answers_in_v2(session: nox.Session) -> None:
         where = ("--target", str(packages), "--no-compile", "--no-deps")
         session.run("python", "-m", "pip", "install", "-q", *where, f"triton=={TRITON}", "tests/vllm/triton_on_cpu")
     path = os.pathsep.join(filter(None, (str(packages.resolve()), os.environ.get("PYTHONPATH"))))
-    files = [f"tests/vllm/test_{name}.py" for name in ("determinism", "restart_in_vllm", "shared")]
+    whose = ("determinism", "on_evict_in_vllm", "pd", "requests", "shared", *ONLY_V2)
+    files = [f"tests/vllm/test_{name}.py" for name in whose]
     chosen = ("-k", ANSWERS_IN_V2, "-o", "timeout=1800", *files)
     grouped = ("-n", "2", "--dist", "loadgroup")
     session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *chosen, env={**COMPILED_LATER, "PYTHONPATH": path})

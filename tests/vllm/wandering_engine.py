@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from engine_process import SteppedEngine
+from engine_process import CALL_TIMEOUT_S, SteppedEngine
 from traffic import Request
 from vllm_server import Answer
 
-LIMIT_S = 500.0
+LIMIT_S = CALL_TIMEOUT_S - 100
 SALTS = ("one", "other")
 HINTS = ({"retain_s": 30}, {"retain_s": 1, "session": "s"}, {"end": ["s"]}, {"lock": True}, 5)
 
