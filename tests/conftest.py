@@ -14,11 +14,14 @@ from pathlib import Path
 import hypothesis  # its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
 import pytest
 
+from kvbm_cli.runs import memory_claims
+
 WORKERS = 4  # on two cores, because many tests wait for programs
 WITH_DEADLINES = ("bench", "cli", "doctor")  # folders whose tests start programs and limit their time
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, here and in every child process
 STATE = tempfile.mkdtemp(prefix="kvbm-tests-")  # of this process: the runs of its user change what commands print
 os.environ["XDG_STATE_HOME"] = STATE
+memory_claims.DIRECTORY = Path(STATE, "missing")  # engines of other tests that start take no memory from this one
 hypothesis.settings.register_profile("no_clock", deadline=None)  # an example is not wrong because a machine is busy
 hypothesis.settings.load_profile("no_clock")
 sys.path.insert(0, str(Path(__file__).parent))

@@ -18,7 +18,7 @@ RETRY_S = 0.02
 
 @contextlib.contextmanager
 def locked(directory: Path, *, limit_s: float = math.inf) -> Iterator[None]:
-    """Locks a directory exclusively. After `limit_s`, goes on without the lock. Raises OSError if it does not exist."""
+    """Locks a directory exclusively; after `limit_s`, continues without the lock. OSError if it does not exist."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     deadline_s = time.monotonic() + limit_s
     try:

@@ -33,7 +33,7 @@ def try_(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure what kvbm gains for an engine that you start today."""
+    """Measure what kvbm gains for your engine."""
     from kvbm_cli.try_ import command as body
 
     return body.try_engine(

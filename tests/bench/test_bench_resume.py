@@ -90,7 +90,7 @@ def test_a_floor_without_room_is_left_out_with_a_note(tmp_path, capsys, workload
     engines = WithoutRoom()
     assert measure(tmp_path, engines, workload) in (0, 10, 13)
     assert engines.started[:2] == ["no recording", "recording"]
-    assert "no floor" not in engines.started  # its room does not exceed what the recording lacked
+    assert engines.started.count("no floor") == 1  # it needs less than a recording, but it is not tried again
     assert "no floor: with a G1 that holds everything, out of memory; out of GPU memory\n" in capsys.readouterr().err
     summary = summary_of(tmp_path)
     (cell,) = summary["cells"]
@@ -101,7 +101,7 @@ def test_a_floor_without_room_is_left_out_with_a_note(tmp_path, capsys, workload
     again = MockEngines()
     assert measure(tmp_path, again, workload, resume=True) in (0, 10, 13)
     assert again.started == []
-    assert command.report(tmp_path / "run", as_json=True) in (0, 10, 13)
+    assert command.report(tmp_path / "run", as_json=True) in (0, 10, 11, 13)  # 11: a busy machine
     assert summary_of(tmp_path)["complete"] is True
 
 

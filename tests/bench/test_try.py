@@ -23,7 +23,7 @@ from kvbm.host.machine_memory import HostMemory, Room
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.command import BenchRequest
-from kvbm_cli.bench.setup import CellOutline, Speed
+from kvbm_cli.bench.setup import AssumedSpeed, CellOutline
 from kvbm_cli.doctor.check import CheckState, failure, warning
 from kvbm_cli.doctor.command import quick_checks
 from kvbm_cli.profile.import_command import import_words
@@ -233,7 +233,7 @@ def test_a_state_directory_that_cannot_be_written(tmp_path, kvbm, monkeypatch):
     assert f"error: cannot use `{tmp_path}/file" in err
 
 
-@pytest.mark.parametrize(("gib", "arms"), [(3, None), (6, "in_turn"), (64, "interleaved")])
+@pytest.mark.parametrize(("gib", "arms"), [(3, None), (5, "in_turn"), (64, "interleaved")])
 def test_memory_decides_whether_engines_run_together(gib, arms, tmp_path, monkeypatch, state):
     monkeypatch.setattr(Memory, "available_bytes", gib << 30)
     if arms is None:
@@ -286,7 +286,7 @@ def test_a_trace_replaces_the_conversations(tmp_path, state):
     assert content["duration_s"] >= 60
 
 
-SPEED = Speed(10.0, 1000.0, 160.0)
+SPEED = AssumedSpeed(10.0, 1000.0, 160.0)
 
 
 @pytest.mark.parametrize("in_turn", [True, False])

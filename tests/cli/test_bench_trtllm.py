@@ -55,7 +55,7 @@ def bench(home: Path, *words: str) -> tuple[Outcome, dict[str, Any]]:  # noqa: F
     outcome = kvbm_here(
         *("bench", "--profile", "./mine.yaml", "--compare", "baseline", "--workload", "./small.yaml"),
         *("--set", f"engine.arguments.kv_cache_config.max_tokens={G1_TOKENS}"),
-        *("--set", "engine.arguments.max_seq_len=512", "--output", "out", "--json", *words),
+        *("--set", "engine.arguments.max_seq_len=512", "--pressure", "none", "--output", "out", "--json", *words),
         home=home,
         FAKE_TRTLLM_STREAMS=json.dumps(SPEED),
     )

@@ -136,4 +136,4 @@ def test_a_new_cache_that_fits_itself_tries_again_if_another_engine_takes_the_sp
 
     monkeypatch.setattr(files, "_take_space", take)
     assert open_fitting(tmp_path, 100 * 4096) == 50
-    assert len(taken) == 2
+    assert taken[-1] < 100 * 4096
