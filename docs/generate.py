@@ -275,15 +275,15 @@ EXIT_CODES = """\
 
 | code | meaning |
 | --- | --- |
-| 0 | success; for `kvbm bench`, the verdict is `faster` or `same` |
+| 0 | success; for `kvbm bench` and `kvbm try`, the verdict is `faster`, `same` or `measured` |
 | 1 | a problem with the machine; `kvbm doctor`: a check failed; `kvbm profile diff`: the profiles differ; \
 `kvbm cache verify`: a cache or an object is damaged; `kvbm cache`: something cannot be read or deleted |
 | 2 | a mistake in a profile, an override, a variable or the command line |
 | 3 | `kvbm stop`: an engine was killed because it did not stop in time |
-| 10 | `kvbm bench`: `slower` |
-| 11 | `kvbm bench`: `invalid`, the run cannot be used |
-| 12 | `kvbm bench`: `wrong`, outputs differ |
-| 13 | `kvbm bench`: `inconclusive`, neither a difference nor its absence is shown |
+| 10 | `kvbm bench`, `kvbm try`: `slower` |
+| 11 | `kvbm bench`, `kvbm try`: `invalid`, the run cannot be used |
+| 12 | `kvbm bench`, `kvbm try`: `wrong`, outputs differ |
+| 13 | `kvbm bench`, `kvbm try`: `inconclusive`, neither a difference nor its absence is shown |
 | 70 | a bug in kvbm; the message names the file with the traceback |
 | 130 | interrupted |
 | any other | `kvbm serve`: the exit code of the engine; 128 + n if signal n ended it, or arrived before it was ready |

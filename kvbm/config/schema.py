@@ -41,8 +41,8 @@ class SizedTier(Section):
         """ProfileError for `auto`, in place of which `kvbm serve` gives a size to the engine."""
         if self.is_auto:
             raise ProfileError(
-                "`capacity: auto` is a size only for `kvbm serve` and `kvbm bench`, which choose it before they start "
-                "the engine",
+                "`capacity: auto` requires `kvbm serve`, `kvbm bench` or `kvbm try`, which choose the size before they "
+                "start the engine",
                 hint="set a size, such as `64GiB`",
             )
 

@@ -15,7 +15,7 @@ does not need keeps the empty method of this Protocol. Some tiers can do more:
 
     HostListener                writes blocks that are in host memory, so that it follows what happens there
     OwnedTier                   its blocks are this engine's: they are pinned where they are, and deleted
-    AskedTier                   others write to it, so that a request may wait for an answer what is there
+    AskedTier                   others write to it, so that a request may wait until it answers what is there
 """
 
 from __future__ import annotations

@@ -146,10 +146,10 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
     parts += [f"for {copies} engines"] if copies > 1 else []
     each = _rounded(spare // copies)
     if own is None:
-        reason = f"the least: only {title} knows how much memory it takes itself; set its size of G1, or a capacity"
+        reason = f"the minimum: only {title} knows how much memory it takes itself; set its size of G1, or a capacity"
         return ChosenCapacity(least_bytes, reason)
     if each < least_bytes:
-        return ChosenCapacity(least_bytes, f"the least, because nothing is left of {' '.join(parts)}")
+        return ChosenCapacity(least_bytes, f"the minimum, because nothing is left of {' '.join(parts)}")
     return ChosenCapacity(each, " ".join(parts))
 
 
@@ -174,11 +174,11 @@ def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> Chos
     least_bytes = LEAST_BYTES if tier is None else tier.total_bytes
     try:
         if not answers(directory):
-            return ChosenCapacity(least_bytes, f"the least: {disk.directory} does not answer")
+            return ChosenCapacity(least_bytes, f"the minimum: {disk.directory} does not answer")
         found = _arenas(profile, directory, None if tier is None else tier.total_bytes // tier.block_count)
         facts = os.statvfs(nearest_existing(directory))
     except (OSError, EnvironmentProblem) as error:
-        return ChosenCapacity(least_bytes, f"the least: cannot read {disk.directory}: {error}")
+        return ChosenCapacity(least_bytes, f"the minimum: cannot read {disk.directory}: {error}")
     own = sum(found[: copies * kind_of(profile).serving_ranks(profile)]) if disk.persist else 0
     if own:
         return ChosenCapacity(max(_rounded(own // copies), least_bytes), "the cache that exists keeps its size")
@@ -187,7 +187,7 @@ def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> Chos
     text = f"{format_size(free)} free in {disk.directory} - a margin of {format_size(margin_of(free))}"
     text += f", for {copies} engines" if copies > 1 else ""
     if each < least_bytes:
-        return ChosenCapacity(least_bytes, f"the least, because nothing is left of {text}")
+        return ChosenCapacity(least_bytes, f"the minimum, because nothing is left of {text}")
     return ChosenCapacity(each, text)
 
 

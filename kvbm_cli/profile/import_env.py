@@ -1,7 +1,8 @@
 """`kvbm profile import-env`: `kvbm profile import` for the `DYN_KVBM_*` variables of this process.
 
-The profile resolves to exactly the configuration that a connector would make of the variables, which is checked before
-anything is written. A variable without effect becomes a comment with the reason.
+The profile resolves to the configuration that a connector would make of the variables, except for eviction and
+`offload.to_host`, which none of them sets. This is checked before anything is written. A variable without effect
+becomes a comment with the reason.
 """
 
 from __future__ import annotations

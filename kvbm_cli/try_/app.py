@@ -25,7 +25,7 @@ def try_(
         Text, option("--workload", "NAME|PATH", "Send the requests of this workload instead.", workloads)
     ] = None,
     minutes: Annotated[
-        float, option("--minutes", "N", "Choose requests that take at most this long.", min=1, max=10_000)
+        float, option("--minutes", "N", "Choose requests that take at most this long [default: 30].", min=1, max=10_000)
     ] = 30,
     yes: Annotated[bool, flag("--yes", "Do not ask for confirmation.")] = False,
     resume: Annotated[

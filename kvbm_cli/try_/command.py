@@ -143,7 +143,8 @@ def _prepared(request: TryRequest) -> Path:
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=state_directory() / "tries"))
     profile, notes, has_tiers = _absolute(request.words[0]), list[str](), True
     if start is not None:
-        profile, notes, has_tiers = str(directory / PROFILE), list(start.notes), "\ntiers:" in start.text
+        profile, notes = str(directory / PROFILE), list(start.notes)
+        has_tiers = "\ntiers:" in start.text or any(one.startswith("tiers.host.") for one in request.overrides)
         write_new(directory / PROFILE, start.text)
     overrides = [*([] if has_tiers else [PROVISIONAL]), *request.overrides]
     resolved = resolve_to_start(profile, overrides=overrides)

@@ -119,7 +119,7 @@ def test_what_an_engine_takes_must_be_known(tmp_path, monkeypatch):
 def test_nothing_to_spare_gives_the_least(tmp_path):
     capacity, reason = host_of(resolve(tmp_path, CPU % 1000), Machine(tmp_path, GIB))
     assert capacity == 64 * 128 * 1024
-    assert reason.startswith("the least, because nothing is left of 1.0 GiB available")
+    assert reason.startswith("the minimum, because nothing is left of 1.0 GiB available")
     assert host_of(resolve(tmp_path, CPU % 1000), Machine(tmp_path, 8 * MIB))[0] == 4 * MIB
 
 
@@ -161,7 +161,7 @@ def test_explicit_sizes_win(tmp_path):
 def test_every_command_has_sizes_in_place_of_auto(tmp_path):
     resolved = resolve(tmp_path, CPU % 100)
     assert size_of(resolved).host.block_count >= 64
-    with pytest.raises(ProfileError, match="`capacity: auto` is a size only for `kvbm serve`"):
+    with pytest.raises(ProfileError, match="`capacity: auto` requires `kvbm serve`"):
         resolved.profile.tiers.host.capacity_bytes  # noqa: B018
 
 
