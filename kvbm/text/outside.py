@@ -41,6 +41,7 @@ _SECRET = (
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 _VARIABLE = re.compile(rf"\b((?>[A-Z0-9_]*(?:{_SECRET})[A-Z0-9_]*)[\"']?)(\s*[:=]\s*[\"']?)(?![\"'\s*])[^\s\"',}}]+")
 _FLAG = re.compile(rf"(?i)(?<![^\s'\"])(--(?>[\w-]*?(?:{_SECRET}))[\w-]*+(?:=|\s+)['\"]?)(?![-'\"\s*])[^\s'\"`]+")
+_KEY = re.compile(rf'(?i)("(?>[\w.-]*?(?:{_SECRET}))[\w.-]*+"\s*:\s*")[^"]+')  # of JSON
 _QUOTED = re.compile(r"`([^`\n]*)(`|$)")
 HIDDEN = "***"
 
@@ -80,6 +81,7 @@ def without_secrets(text: str) -> str:
     """Return the text with `***` for credentials and signatures in URLs, and for values of secret variables and
     flags."""
     text = _FLAG.sub(rf"\1{HIDDEN}", text) if "--" in text else text
+    text = _KEY.sub(rf"\1{HIDDEN}", text) if '":' in text or '" :' in text else text
     return _VARIABLE.sub(rf"\1\2{HIDDEN}", without_url_secrets(text))
 
 
@@ -101,6 +103,10 @@ def without_secret_values(variables: Mapping[str, str]) -> dict[str, str]:
 
 def without_secret_value(name: str, value: object) -> object:
     """Return the value of a variable, or of a key that ends with its name, for display."""
+    if isinstance(value, Mapping):
+        return {one: without_secret_value(str(one), inside) for one, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secret_value(name, one) for one in value]
     if not isinstance(value, str):
         return value
     return HIDDEN if value and is_secret_name(name) else without_secrets(value)

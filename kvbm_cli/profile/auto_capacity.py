@@ -130,14 +130,15 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
     title = kind_of(profile).traits.title
     limits = [room.limit, *([] if memory.has_limit() else ["no memory limit is known"])]
     parts = [f"{format_size(room.available_bytes)} available ({', '.join(limits)})"]
+    ranks, on_nodes = (1 if least is None else least.rank_count) * copies, None
     if profile.transfer.numa and not kind_of(profile).uses_host_memory(profile):
-        on_nodes = _room_on_nodes(memory, 1 if least is None else least.rank_count, pending)
+        on_nodes = _room_on_nodes(memory, ranks, pending)
         if on_nodes is not None and on_nodes < spare:
             spare = on_nodes
             parts.append(f"{format_size(on_nodes)} of it for these ranks on the NUMA nodes of the GPUs")
     huge = memory.huge_pages()[1] - pending
-    huge -= huge // HUGE_SHARE + 2 * memory.huge_pages()[0] * (1 if least is None else least.rank_count) * copies
-    if huge > max(spare, 0):
+    huge -= huge // HUGE_SHARE + 2 * memory.huge_pages()[0] * ranks
+    if on_nodes is None and huge > max(spare, 0):  # those of other nodes are of no use
         each = _rounded(huge // copies)
         return ChosenCapacity(max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free")
     parts += [f"- {format_size(pending)} for starting engines"] if pending else []

@@ -95,8 +95,25 @@ def _of_another_cache(words: Sequence[str]) -> Mapping[str, Mapping[str, object]
         elif flag == CONNECTOR_FLAG:
             value = value if equals else (*words, "")[index + 1]
             try:
-                config |= {name.partition(".")[2]: value} if key else json.loads(value)
+                if key:
+                    _set(config, name.partition(".")[2].split("."), value)
+                else:
+                    config |= json.loads(value)
             except (ValueError, TypeError):
                 raise UsageError(f"`{CONNECTOR_FLAG}` must be a JSON object, not `{shown(value)}`") from None
     arguments: dict[str, object] = {"kv_transfer_config": config} if config else {}
     return {"environment": variables, "arguments": arguments}
+
+
+def _set(config: dict[str, object], path: Sequence[str], text: str) -> None:
+    """Set a value as vLLM does for `--kv-transfer-config.a.b`. TypeError if `a` is no object."""
+    *outer, last = path
+    for name in outer:
+        inside = config.setdefault(name, {})
+        if not isinstance(inside, dict):
+            raise TypeError(f"`{name}` is no object")
+        config = inside
+    try:
+        config[last] = json.loads(text)
+    except ValueError:
+        config[last] = text

@@ -43,6 +43,7 @@ _ITEM = re.compile(
 
 def launches_of(text: str) -> list[Launch]:
     """Return every start of an engine. ProfileError for a text that is not read to its end."""
+    text = text.translate({0xE000: None, 0xE001: None})  # the marks of the reader
     fenced = list(_fenced(text))
     return _of_page(fenced) if fenced else _of_block(text, 1)
 
@@ -50,7 +51,7 @@ def launches_of(text: str) -> list[Launch]:
 def _of_block(text: str, line: int) -> list[Launch]:
     if _YAML.match(text):
         try:
-            return read_yaml("\n" * (line - 1) + text)
+            return read_yaml(text, line)
         except ProfileError:
             if found := _of_lines(text, line):  # a Makefile
                 return found
@@ -70,7 +71,7 @@ def _of_block(text: str, line: int) -> list[Launch]:
         raise
     for document in () if found else script.documents:
         if _YAML.match(document.text):
-            found += read_yaml("\n" * (document.line - 1) + document.text)
+            found += read_yaml(document.text, document.line)
     variables = None if found else read_variables_file(text)
     if variables is None:
         return found or _of_lists(text, line)
@@ -128,7 +129,7 @@ def _of_dockerfile(instructions: list[re.Match[str]]) -> list[Launch]:
             text = one[2] if pair is None else pair[1] + '="' + pair[2].replace('"', '\\"') + '"'
             environment.read(f"export {text}", line)
         elif one[2].startswith("["):
-            parts[one[1]] = _items(one[2], 1, line)
+            parts[one[1]] = _items(one[2], 1, line)[0]
         else:
             parts[one[1]] = [Word("sh"), Word("-c"), Word(one[2], line)]
     words = [*parts.get("ENTRYPOINT", ()), *parts.get("CMD", ())]
@@ -138,9 +139,11 @@ def _of_dockerfile(instructions: list[re.Match[str]]) -> list[Launch]:
 
 def _of_lists(text: str, line: int) -> list[Launch]:
     """Return the starts of engines in lists of words, as Python and JSON write them."""
-    script = CommandText()
+    script, end = CommandText(), 0
     for match in itertools.islice(STARTS_IN_LISTS.finditer(text), MAX_LAUNCHES):
-        script.find(_items(text, match.start(), line + text.count("\n", 0, match.start())))
+        if match.start() >= end:
+            words, end = _items(text, match.start(), line + text.count("\n", 0, match.start()))
+            script.find(words)
     return script.results()
 
 
@@ -153,8 +156,8 @@ def _of_lines(text: str, line: int) -> list[Launch]:
     return found
 
 
-def _items(text: str, at: int, line: int) -> list[Word]:
-    """Return the words of a list up to its end. What is not a text stays unresolved."""
+def _items(text: str, at: int, line: int) -> tuple[list[Word], int]:
+    """Return the words of a list, and where it ends. What is not a text stays unresolved."""
     found: list[Word] = []
     while (match := _ITEM.match(text, at)) is not None:
         if match["text"]:
@@ -166,4 +169,4 @@ def _items(text: str, at: int, line: int) -> list[Word]:
             found.append(Word(marked(match["other"].strip()), line))
         line += match[0].count("\n")
         at = match.end()
-    return found
+    return found, at

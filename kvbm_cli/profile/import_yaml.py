@@ -24,6 +24,7 @@ from kvbm_cli.profile.import_secrets import NO_SECRETS, names_secret
 from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, finished, inserted, marked
 
 MAX_NODES = 50_000
+MAX_VARIABLES = 1000
 CHARACTERS_PER_VALUE = 100
 MAX_ARGUMENT = 1 << 14  # characters; variables insert variables
 _IN_ARGUMENT = re.compile(r"\$\((\w+)\)|\{\{[^{}]*\}\}")  # of Kubernetes, and of Helm
@@ -51,9 +52,10 @@ _LEFT_OF_MODEL_SPEC = {
 }
 
 
-def read_yaml(text: str) -> list[Launch]:
-    """Return every start of an engine. ProfileError if the text is not YAML, or too large with its aliases."""
-    documents = [one for one in _documents(text) if isinstance(one, dict)]
+def read_yaml(text: str, line: int = 1) -> list[Launch]:
+    """Return every start of an engine in a text that begins in this line. ProfileError if the text is not YAML, or too
+    large with its aliases."""
+    documents = [one for one in _documents(text, line) if isinstance(one, dict)]
     maps = [_section(one, "data") for one in documents if one.get("kind") == "ConfigMap"]
     files = {str(name): str(inside) for data in maps for name, inside in data.items()}
     found: dict[str, Launch] = {}
@@ -74,13 +76,12 @@ def options_in(text: str) -> Mapping[str, Any]:
     return first if isinstance(first, dict) else {}
 
 
-def _documents(text: str) -> list[Any]:
+def _documents(text: str, line: int = 1) -> list[Any]:
     try:
-        count = [0]
-        return [_value(node, count) for node in yaml.compose_all(text, Loader=PlainLoader)]
+        return list(_values(text, line))
     except yaml.MarkedYAMLError as error:
         if (plain_text := _without_templates(text)) != text:
-            return _documents(plain_text)
+            return _documents(plain_text, line)
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}: " if mark is not None else ""
         hint = _TEMPLATE_HINT if _TEMPLATE.search(text) else None
@@ -89,6 +90,16 @@ def _documents(text: str) -> list[Any]:
         raise ProfileError(f"not valid YAML: {error}") from None
     except RecursionError:
         raise ProfileError("the YAML is nested too deeply") from None
+
+
+def _values(text: str, line: int) -> Iterator[Any]:
+    loader, count = PlainLoader(text), [0]
+    loader.line = line - 1  # of all marks
+    try:
+        while loader.check_node():
+            yield _value(loader.get_node(), count)
+    finally:
+        loader.dispose()
 
 
 def _without_templates(text: str) -> str:
@@ -242,6 +253,8 @@ def _anywhere(value: Any, environment: Mapping[str, Word]) -> Iterator[Launch]:
             return
         given = {**_section(value, "env"), **_section(value, "envs")}  # of SkyPilot and of workflows
         inner = {**environment, **{str(name): one for name, one in given.items() if isinstance(one, Word)}}
+        if len(inner) > MAX_VARIABLES:  # each list below copies them
+            raise ProfileError(f"more than {MAX_VARIABLES:,} variables")
         for inside in value.values():
             yield from _anywhere(inside, inner)
     elif isinstance(value, list):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.engine import DEFAULT_KIND
-from kvbm.engines.table import kind_of, make_model
+from kvbm.engines.table import copy_count, kind_of, make_model
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm.host.directories import make_private_directories
 from kvbm.text.outside import shown
@@ -164,7 +164,7 @@ def _prepared(request: TryRequest) -> Path:
     shares = on_cpu and together >= wanted_bytes(sizing, together) > 0
     if not has_tiers:
         alone = spare_bytes(resolved.profile, sizing, engine_count=int(on_cpu))
-        capacity = host_capacity(sizing, together if shares else alone)
+        capacity = host_capacity(sizing, (together if shares else alone) // copy_count(resolved.profile))
         notes.append(f"kvbm uses {capacity} of host memory")
         with open(profile, "a", encoding="utf-8") as file:
             file.write(f"\ntiers:\n  host:\n    capacity: {capacity}  # chosen by `kvbm try`\n")
@@ -236,7 +236,8 @@ def _absolute(name: str) -> str:
 
 def _free_gpus(resolved: ResolvedProfile) -> tuple[GpuState, ...]:
     """Return the GPUs that the engine takes. EnvironmentProblem if one is in use."""
-    found = gpus()[: Arm("", "kvbm", resolved).ranks]
+    visible = resolved.profile.engine.environment.get("CUDA_VISIBLE_DEVICES")
+    found = gpus(visible)[: Arm("", "kvbm", resolved).ranks]
     require_free(found, getattr(resolved.profile.engine.arguments, "gpu_memory_utilization", None))
     return found
 

@@ -31,9 +31,10 @@ class GpuState:
         return cls(index, int(total) << 20, int(used) << 20, round(10 * float(capability)))
 
 
-def gpus() -> tuple[GpuState, ...]:
-    """Return the GPUs that an engine may use; none without `nvidia-smi`, or if it does not report them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def gpus(visible: str | None = None) -> tuple[GpuState, ...]:
+    """Return the GPUs that an engine may use; none without `nvidia-smi`, or if it does not report them. `visible`: the
+    engine's own CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     chosen = [] if visible is None else ["-i", visible]
     try:
         done = run(["nvidia-smi", QUERY, "--format=csv,noheader,nounits", *chosen], timeout_s=TIMEOUT_S)
@@ -42,11 +43,11 @@ def gpus() -> tuple[GpuState, ...]:
         return ()
 
 
-def require_free(found: Sequence[GpuState], utilization: float | None) -> None:
+def require_free(found: Sequence[GpuState], utilization: float | str | None) -> None:
     """Raise EnvironmentProblem if one of the GPUs has less free memory than an engine takes."""
     for gpu in found:
         free_bytes = gpu.memory_bytes - gpu.used_bytes
-        if free_bytes < (utilization or DEFAULT_UTILIZATION) * gpu.memory_bytes:
+        if free_bytes < float(utilization or DEFAULT_UTILIZATION) * gpu.memory_bytes:
             raise EnvironmentProblem(
                 f"GPU {gpu.index} is in use: {format_size(free_bytes)} of {format_size(gpu.memory_bytes)} are free, "
                 "and `kvbm try` starts engines of its own",

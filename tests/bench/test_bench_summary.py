@@ -260,7 +260,7 @@ def test_the_block_that_a_connector_moves_from_g1_to_g2_with_a_drafter_is_named(
     installation = VllmInstallation(version, "vllm", None, has_kvbm=True)
     monkeypatch.setattr(vllm_kind, "find", lambda *asked: installation)
     found = caveats(profiles=["vllm-cpu-demo"], overrides=overrides)
-    assert [LOOKAHEAD in one for one in found] == [True] * is_named
+    assert any(LOOKAHEAD in one for one in found) is is_named
 
 
 def test_a_busy_machine_is_named_above_one_thread_per_core(load):

@@ -256,7 +256,7 @@ def nvidia_smi(tmp_path, monkeypatch, used_mib):
 def test_a_gpu_in_use_is_reported_before_anything_is_started(tmp_path, monkeypatch):
     nvidia_smi(tmp_path, monkeypatch, used_mib=70_000)
     with pytest.raises(EnvironmentProblem, match=r"GPU 0 is in use: 11\.3 GiB of 79\.6 GiB are free"):
-        try_engine(of_vllm(tmp_path))
+        try_engine(of_vllm(tmp_path, "--gpu-memory-utilization", ".85"))
 
 
 def test_a_free_gpu_is_measured_in_turn_with_pressure(tmp_path, monkeypatch, state, capsys):
@@ -316,6 +316,15 @@ def test_an_arm_by_command_line_keeps_its_own_cache():
     plan = kind_of(arm.resolved.profile).launch_plan(arm.resolved.profile, connector=False, port=1)
     assert json.loads(plan.argv[plan.argv.index("--kv-transfer-config") + 1]) == json.loads(LMCACHE)
     assert plan.environment["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "60"
+
+
+def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
+    flag = "--kv-transfer-config"
+    command = f"x=vllm serve Qwen/Qwen3-8B {flag}.kv_connector X {flag}.kv_connector_extra_config.a=5"
+    (arm,) = comparison_of(("vllm",), (), (command,)).references
+    plan = kind_of(arm.resolved.profile).launch_plan(arm.resolved.profile, connector=False, port=1)
+    config = json.loads(plan.argv[plan.argv.index(flag) + 1])
+    assert config == {"kv_connector": "X", "kv_connector_extra_config": {"a": 5}}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kvbm.tiers.disk.directory import ARENA, SUPERBLOCK
 from kvbm.tiers.disk.superblock import Superblock, write_superblock
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.auto_capacity import with_capacities
+from kvbm_cli.profile.machine_problems import _memory as memory_problems  # of another machine
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.runs import memory_claims
 from kvbm_cli.runs.memory_claims import MemoryClaim
@@ -141,6 +142,8 @@ def test_reserved_huge_pages_are_taken_if_they_are_more(tmp_path):
     capacity, reason = host_of(resolve(tmp_path, GPU % 1), machine)
     assert 98 * GIB < capacity < 100 * GIB - 4 * MIB
     assert reason.endswith("of reserved huge pages are free")
+    large = resolve(tmp_path, GPU % 1, "tiers.host.capacity=98GiB")
+    assert list(memory_problems(large, capacity, [], memory=machine.memory)) == []
     machine.write("proc/meminfo", pages.replace("51200", "512"))
     assert host_of(resolve(tmp_path, GPU % 1), machine)[0] == 18 * GIB
 

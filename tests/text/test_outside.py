@@ -99,6 +99,15 @@ def test_one_rule_tells_secret_names_in_text_and_in_displayed_values(name: str, 
         assert without_secrets(f"env {name}=a") == f"env {name}={'***' if is_secret else 'a'}"
 
 
+def test_secrets_within_a_value_are_hidden() -> None:
+    config = {"url": "redis://:pw@h", "inside": [{"s3_access_key": "abc", "size": 5}]}
+    assert without_secret_value("config", config) == {
+        "url": "redis://***@h",
+        "inside": [{"s3_access_key": "***", "size": 5}],
+    }
+    assert without_secrets(json.dumps(config["inside"])) == '[{"s3_access_key": "***", "size": 5}]'
+
+
 def test_an_error_shortens_what_it_quotes_and_keeps_the_rest() -> None:
     error = KvbmError(f"`key` must be a number, not `{'x' * 5000}`\n  in line 7", hint="see http://a:b@c")
     assert str(error) == error.message == f"`key` must be a number, not `{'x' * (MAX_SHOWN - 3)}...`\n  in line 7"
