@@ -178,7 +178,8 @@ def sglang(session: nox.Session) -> None:
 def arm(session: nox.Session) -> None:
     """Base tests for aarch64 in a Debian root, emulated by qemu; as root, not part of `nox`.
 
-    Install debootstrap, qemu-user-static and binfmt-support before. It takes hours, and has not been run to its end.
+    Install debootstrap, qemu-user-static and binfmt-support before. It takes hours. Tests that use `io_submit`, `mbind`
+    or what `madvise` does to memory fail: qemu lacks them.
     """
     if not Path("/proc/sys/fs/binfmt_misc/qemu-aarch64").exists():
         session.error("this kernel does not start qemu for programs of aarch64: install binfmt-support")
