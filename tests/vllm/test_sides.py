@@ -66,7 +66,7 @@ from kvbm.observe.series import SeriesCollector
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SegmentInfo, Tier
 
-CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
+CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}, "offload": {"to_host": "always"}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
 PLAIN = {  # of a request
