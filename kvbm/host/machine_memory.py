@@ -135,7 +135,7 @@ THIS_MACHINE = HostMemory()
 
 
 def margin_of(available_bytes: int) -> int:
-    """Return how many of the available bytes, of memory or of a disk, `capacity: auto` leaves to others."""
+    """Return how many of the available bytes, of memory or of a disk, kvbm leaves to others when it chooses a size."""
     return max(available_bytes // MARGIN_SHARE, LEAST_MARGIN_BYTES)
 
 

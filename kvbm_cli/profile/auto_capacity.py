@@ -136,8 +136,9 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
         if on_nodes is not None and on_nodes < spare:
             spare = on_nodes
             parts.append(f"{format_size(on_nodes)} of it for these ranks on the NUMA nodes of the GPUs")
-    huge = memory.huge_pages()[1] - pending
-    huge -= huge // HUGE_SHARE + 2 * memory.huge_pages()[0] * ranks
+    page_bytes, huge = memory.huge_pages()
+    huge -= pending
+    huge -= huge // HUGE_SHARE + 2 * page_bytes * ranks
     if on_nodes is None and huge > max(spare, 0):  # those of other nodes are of no use
         each = _rounded(huge // copies)
         return ChosenCapacity(max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free")

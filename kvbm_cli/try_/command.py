@@ -103,9 +103,8 @@ def try_engine(request: TryRequest, *, engines: OpenArm | None = None, limits: V
     words = ["kvbm", "try"]
     try:
         resume = directory.path if directory.has(PLAN) else None
-        setup, _, _ = setup_of(
-            _bench_request(trial, resume=resume)
-        )  # may start an engine that reports the size of its G1
+        # This may start an engine that reports the size of its G1.
+        setup, _, _ = setup_of(_bench_request(trial, resume=resume))
         for resolved in profiles_of(setup.comparison):
             make_model(resolved.profile, say=print_note)
         return measure(

@@ -21,7 +21,7 @@ from kvbm.config.sizes import format_size
 from kvbm.engines.model_facts import weight_bytes
 from kvbm.engines.table import kind_of
 from kvbm.errors import EnvironmentProblem, ProfileError
-from kvbm.host.machine_memory import THIS_MACHINE
+from kvbm.host.machine_memory import THIS_MACHINE, margin_of
 from kvbm.sizing import SizeUnknown, Sizing, Wanted
 from kvbm.sizing.families.facts import text_facts
 from kvbm.sizing.gpu import DEFAULT_UTILIZATION, MemoryEstimate
@@ -53,7 +53,6 @@ LIGHT_START_S = 5.0  # of the embedded engine
 LEAST_G1_TOKENS = 16_384  # on a CPU, where G1 takes host memory
 LEAST_BLOCKS, LEAST_SHARE = 64, 0.25  # of host memory; of the minutes, for requests
 PROCESS_BYTES = 1 << 30  # of an engine, next to its weights and G1
-MARGIN_SHARE, MARGIN_BYTES = 0.1, 2 << 30  # of host memory stay free
 MIB, MATRIX = 1 << 20, 768
 
 
@@ -153,7 +152,7 @@ def spare_bytes(profile: Profile, sizing: Sizing | None, *, engine_count: int) -
     """Return the host memory that so many engines on the CPU leave for blocks; may be negative."""
     available, device = THIS_MACHINE.room().available_bytes, None if sizing is None else sizing.device
     used = engine_count * (weights_of(profile) + PROCESS_BYTES + (0 if device is None else device.total_bytes))
-    return available - used - max(MARGIN_BYTES, round(MARGIN_SHARE * available))
+    return available - used - margin_of(available)
 
 
 def wanted_bytes(sizing: Sizing | None, spare: int) -> int:
