@@ -7,6 +7,7 @@ from kvbm.config.layers import shipped, shipped_halves
 from kvbm.engines.table import kind_of, load, size
 from kvbm.sizing import SizeUnknown
 from kvbm_cli.package_data import profiles_directory, workloads_directory
+from kvbm_cli.profile.auto_capacity import with_capacities
 from kvbm_cli.profile.diff import differences
 
 DIRECTORIES = [profiles_directory()]
@@ -14,7 +15,7 @@ DIRECTORIES = [profiles_directory()]
 
 @pytest.mark.parametrize("name", shipped(DIRECTORIES))
 def test_shipped_profile_is_right(name: str) -> None:
-    profile = load(name, directories=DIRECTORIES).profile
+    profile = with_capacities(load(name, directories=DIRECTORIES)).profile
     assert profile.description, "`kvbm profile list` shows it"
     assert kind_of(profile).launch_plan(profile, connector=True, port=1).argv
     try:
@@ -34,28 +35,28 @@ def test_shipped_profile_is_right(name: str) -> None:
 SITUATIONS: dict[str, dict[str, object]] = {
     "demo": {"engine.kind": "embedded", "engine.model": "synthetic:tiny", "tiers.disk": None},
     "demo-disk": {"engine.kind": "embedded", "tiers.disk.capacity": "1GiB"},
-    "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk": None},
-    "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
-    "sglang": {"engine.kind": "sglang", "tiers.host": None, "tiers.disk.capacity": "1TB"},
-    "sglang-disk": {"engine.kind": "sglang", "tiers.disk.capacity": "8TB", "tiers.disk.io": "auto"},
+    "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "auto", "tiers.disk": None},
+    "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "auto", "tiers.disk.capacity": "auto"},
+    "sglang": {"engine.kind": "sglang", "tiers.host": None, "tiers.disk.capacity": "auto"},
+    "sglang-disk": {"engine.kind": "sglang", "tiers.disk.capacity": "auto", "tiers.disk.io": "auto"},
     "sglang-s3": {
         "tiers.shared.url": "s3://kv-cache/kvbm",
         "tiers.host.capacity": "4GiB",
         "tiers.disk.capacity": "1TB",
     },
     "sglang-cpu-demo": {"engine.kind": "sglang", "engine.cpu_stand_ins": True, "tiers.disk.capacity": "1GB"},
-    "trtllm": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk": None},
-    "trtllm-disk": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
+    "trtllm": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "auto", "tiers.disk": None},
+    "trtllm-disk": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "auto", "tiers.disk.capacity": "auto"},
     "trtllm-pd-1p1d": {"engine.kind": "tensorrt-llm", "disaggregated.prefill": 1, "disaggregated.decode": 1},
-    "vllm-large-ssd": {"tiers.disk.capacity": "8TB", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
+    "vllm-large-ssd": {"tiers.disk.capacity": "auto", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
     "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
     "demo-shared": {"tiers.shared.url": "file:///tmp/kvbm-demo-shared", "offload.to_shared": "always"},
-    "vllm-s3": {"tiers.shared.url": "s3://kv-cache/kvbm", "tiers.host.capacity": "100GB"},
-    "vllm-mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051", "tiers.host.capacity": "100GB"},
+    "vllm-s3": {"tiers.shared.url": "s3://kv-cache/kvbm", "tiers.host.capacity": "auto"},
+    "vllm-mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051", "tiers.host.capacity": "auto"},
     "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},
     "vllm-cpu-demo": {"engine.kind": "vllm", "engine.model": "synthetic:vllm-81m"},
     "vllm-hybrid-cpu-demo": {"engine.model": "synthetic:vllm-hybrid", "engine.arguments.block_size": 256},
-    "vllm-qwen3-next": {"engine.model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "tiers.host.capacity": "200GB"},
+    "vllm-qwen3-next": {"engine.model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "tiers.host.capacity": "auto"},
     "vllm-pd-1p1d": {"disaggregated.prefill": 1, "disaggregated.decode": 1, "engine.kind": "vllm"},
     "vllm-pd-2p2d": {"disaggregated.prefill": 2, "disaggregated.decode": 2, "engine.kind": "vllm"},
     "vllm-pd-cpu-demo": {"disaggregated.prefill": 1, "engine.model": "synthetic:vllm-81m"},
@@ -72,13 +73,13 @@ def test_shipped_profile_is_for_its_situation(name: str) -> None:
     assert {key: values[key] for key in SITUATIONS[name]} == SITUATIONS[name]
 
 
-# What each half changes in the profile in front of it, and what `vllm-NAME` changes more.
+# What each half changes in the profile in front of it.
 NETWORK = {"tiers.disk.capacity": "1TB", "tiers.disk.threads": 16, "onboard.disk_timeout_s": 10.0}
 HALVES: dict[str, dict[str, object]] = {
     "storage/lustre": {**NETWORK, "tiers.disk.zerofill": True},
     "storage/gpfs": {**NETWORK, "tiers.disk.allocator": "open-direct"},
     "storage/large-ssd": {
-        "tiers.disk.capacity": "8TB",
+        "tiers.disk.capacity": "auto",
         "tiers.disk.io": "auto",
         "tiers.disk.threads": 16,
         "tiers.disk.reclaim": True,
@@ -87,7 +88,6 @@ HALVES: dict[str, dict[str, object]] = {
     "storage/s3": {"tiers.shared.url": "s3://kv-cache/kvbm"},
     "storage/mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051"},
 }
-MORE = {"vllm-large-ssd": {"tiers.host.capacity": "200GB"}}
 
 
 def changed(before: str, *after: str) -> dict[str, object]:
@@ -108,5 +108,5 @@ def test_half_fits_every_engine_and_changes_only_its_keys(name: str, half: str) 
 @pytest.mark.parametrize("half", HALVES)
 def test_profile_of_vllm_with_this_storage_is_the_half_over_vllm(half: str) -> None:
     name = half.replace("storage/", "vllm-")
-    assert changed("vllm", name) == {**HALVES[half], **MORE.get(name, {})}
-    assert changed(name, "vllm", half).keys() == MORE.get(name, {}).keys()
+    assert changed("vllm", name) == HALVES[half]
+    assert changed(name, "vllm", half) == {}
