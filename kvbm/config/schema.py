@@ -200,6 +200,11 @@ class Tiers(Section):
         return sum(tier.drain_s for tier in (self.disk, self.shared) if tier is not None)
 
     @property
+    def has_auto(self) -> bool:
+        """Whether kvbm chooses the size of a tier when it starts the engine."""
+        return any(tier is not None and tier.is_auto for tier in (self.host, self.disk))
+
+    @property
     def has_lower(self) -> bool:
         """Whether there is a tier below host memory."""
         return self.disk is not None or self.shared is not None

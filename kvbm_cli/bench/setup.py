@@ -204,11 +204,8 @@ def _of_profile(setup: Setup) -> Iterator[str]:
 
 def _of_order(setup: Setup) -> Iterator[str]:
     for cell in setup.cells:
-        if cell.schedule.arms == "interleaved" and setup.traits is not None and setup.is_on_gpu:
-            yield (
-                f"{cell.name}: arms ran in turn although `schedule.arms` is `interleaved`, because an engine of "
-                f"{setup.traits.title} takes a share of the device memory that is free"
-            )
+        if cell.schedule.arms == "interleaved" and (why := setup.why_in_turn):
+            yield f"{cell.name}: arms ran in turn although `schedule.arms` is `interleaved`, because {why}"
 
 
 def is_on_gpu(comparison: Comparison) -> bool:
@@ -259,13 +256,23 @@ class Setup:
         return is_on_gpu(self.comparison)
 
     @property
+    def why_in_turn(self) -> str | None:
+        """Why the engines cannot run at the same time; None if they can."""
+        if self.traits is not None and self.is_on_gpu:
+            return f"an engine of {self.traits.title} takes a share of the device memory that is free"
+        with_kvbm = [arm.resolved.profile for arm in self.comparison.arms if arm.resolved and arm.has_kvbm]
+        if any(profile.tiers.has_auto for profile in with_kvbm):
+            return "with `capacity: auto`, an engine takes most of the memory or disk space that is free"
+        return None
+
+    @property
     def resets_cache(self) -> bool:
         """Whether a request empties the engine of the preparation, as far as it is known."""
         return self.traits is None or self.traits.resets_cache
 
     def interleaved(self, cell: Cell) -> bool:
         """Whether all arms run at the same time. Running servers do."""
-        if self.is_on_gpu:
+        if self.why_in_turn is not None:
             return False
         return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
 

@@ -60,7 +60,7 @@ def with_capacities(
     host, disk = profile.tiers.host, profile.tiers.disk
     update: dict[str, object] = {}
     chosen: dict[str, str] = {}
-    if not any(tier is not None and tier.is_auto for tier in (host, disk)):
+    if not profile.tiers.has_auto:
         return resolved
     least = _least(profile, facts)
     if host is not None and host.is_auto:
