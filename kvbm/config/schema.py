@@ -126,7 +126,7 @@ class DiskTierSection(SizedTier):
     fit: bool = Field(
         default=False,
         description="Whether an existing cache keeps its size, and a new one takes less than `capacity` if less is "
-        "free. `capacity: auto` sets it.",
+        "free, with `reclaim` after removing unused caches. `capacity: auto` sets it.",
     )
 
     _is_absolute = field_validator("directory")(absolute)

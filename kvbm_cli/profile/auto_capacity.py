@@ -1,7 +1,8 @@
 """Chooses the size of tiers with `capacity: auto`: what this machine can spare of its memory, and of its disk.
 
     host = available memory - what starting engines will still allocate - what the engine itself takes - a margin
-    disk = the size of the caches that the engine will open again; of a new cache, free space - a margin
+    disk = the size of the caches that the engine will open again; of a new cache, free space, with `reclaim` also that
+           of unused caches, - a margin
 
 Available is the least of the machine, of its control groups and, if the ranks bind their memory, of the NUMA nodes of
 the GPUs. On a CPU, the engine itself takes weights and G1. The chosen size is bytes from here on, in the profile that
@@ -29,7 +30,7 @@ from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory, gpus_of, margin_of, node_of_pci_device
 from kvbm.sizing import SizeUnknown, Sizing, Wanted
 from kvbm.tiers.disk.directory import SUPERBLOCK, arena_bytes, instances, is_locked
-from kvbm.tiers.disk.superblock import read_superblock
+from kvbm.tiers.disk.superblock import Superblock, read_superblock
 from kvbm_cli.runs.reservations import living_runs, pending_memory, pending_of_engines
 from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import expanded, nearest_existing
@@ -177,38 +178,45 @@ def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> Chos
     try:
         if not answers(directory):
             return ChosenCapacity(least_bytes, f"the minimum: {disk.directory} does not answer")
-        found = _arenas(profile, directory, None if tier is None else tier.total_bytes // tier.block_count)
+        unused = _unused(directory)
         facts = os.statvfs(nearest_existing(directory))
     except (OSError, EnvironmentProblem) as error:
         return ChosenCapacity(least_bytes, f"the minimum: cannot read {disk.directory}: {error}")
-    own = sum(found[: copies * kind_of(profile).serving_ranks(profile)]) if disk.persist else 0
+    parts = kind_of(profile).serving_ranks(profile)
+    block_bytes = None if tier is None else tier.total_bytes // tier.block_count // parts
+    found = [one for one, superblock in unused if _is_usable(superblock, profile, block_bytes)]
+    own = sum(found[: copies * parts]) if disk.persist else 0
     if own:
         return ChosenCapacity(max(_rounded(own // copies), least_bytes), "the cache that exists keeps its size")
-    free = facts.f_bavail * facts.f_frsize
+    reclaimed = sum(one for one, _ in unused) if disk.reclaim else 0
+    free = facts.f_bavail * facts.f_frsize + reclaimed
     each = _rounded((free - margin_of(free)) // copies)
-    text = f"{format_size(free)} free in {disk.directory} - a margin of {format_size(margin_of(free))}"
+    where = f"free in {disk.directory}" if not reclaimed else f"free or in unused caches in {disk.directory}"
+    text = f"{format_size(free)} {where} - a margin of {format_size(margin_of(free))}"
     text += f", for {copies} engines" if copies > 1 else ""
     if each < least_bytes:
         return ChosenCapacity(least_bytes, f"the minimum, because nothing is left of {text}")
     return ChosenCapacity(each, text)
 
 
-def _arenas(profile: Profile, directory: Path, block_bytes: int | None) -> list[int]:
-    """Return the sizes of the unused caches of this model with blocks of this size, the one used last first. Only the
-    engine knows whether it can use their blocks; if not, it makes a new cache in the free space. May raise OSError or
+def _unused(directory: Path) -> list[tuple[int, Superblock]]:
+    """Return the unused caches of all models with their sizes, the one used last first. May raise OSError or
     EnvironmentProblem."""
-    names = {profile.engine.model, with_local_model(profile).engine.model}
-    parts = kind_of(profile).serving_ranks(profile)
-    sizes: list[int] = []
+    found: list[tuple[int, Superblock]] = []
     for path in reversed(instances(directory, [])):
-        superblock = None
         with suppress(EnvironmentProblem):  # of another format or user: `kvbm cache ls` says so
             superblock = read_superblock(path / SUPERBLOCK)
-        if superblock is None or superblock.facts.get("model") not in names or is_locked(path):
-            continue
-        if block_bytes is None or is_near(superblock.slot_bytes * parts, block_bytes):
-            sizes.append(arena_bytes(path))
-    return sizes
+            if superblock is not None and not is_locked(path):
+                found.append((arena_bytes(path), superblock))
+    return found
+
+
+def _is_usable(superblock: Superblock, profile: Profile, block_bytes: int | None) -> bool:
+    """Whether a cache is of this model, with blocks of this size. Only the engine knows whether it can use the blocks;
+    if not, it makes a new cache."""
+    if superblock.facts.get("model") not in (profile.engine.model, with_local_model(profile).engine.model):
+        return False
+    return block_bytes is None or is_near(superblock.slot_bytes, block_bytes)
 
 
 def is_near(one: int, other: int) -> bool:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from recorded_runs import facts, own
@@ -247,22 +248,43 @@ def test_a_lock_that_is_never_released_ends_no_start(monkeypatch):
         pass
 
 
-def disk_of(tmp_path: Path) -> tuple[int, str]:
+def disk_of(tmp_path: Path, *changes: str) -> tuple[int, str]:
     text = "engine: {model: synthetic:tiny}\ntiers: {host: {capacity: 1GiB}, disk: {capacity: auto, directory: %s}}\n"
-    chosen = with_capacities(resolve(tmp_path, text % (tmp_path / "disk")))
+    chosen = with_capacities(resolve(tmp_path, text % (tmp_path / "disk"), *changes))
     assert chosen.profile.tiers.disk.fit
     return chosen.profile.tiers.disk.capacity_bytes, chosen.chosen["G3"]
 
 
-def test_a_new_cache_takes_the_free_space_without_a_margin(tmp_path, monkeypatch):
-    class Space:
-        f_bavail, f_frsize, f_blocks = 100 * GIB // 4096, 4096, 1
+@pytest.fixture
+def space(monkeypatch):
+    """Of the file system of the disk tier."""
+    found = SimpleNamespace(f_bavail=100 * GIB // 4096, f_frsize=4096, f_blocks=1)
+    monkeypatch.setattr("kvbm_cli.profile.auto_capacity.os.statvfs", lambda path: found)
+    return found
 
-    monkeypatch.setattr("kvbm_cli.profile.auto_capacity.os.statvfs", lambda path: Space)
+
+def make_cache(tmp_path: Path, number: int, model: str, slots: int, slot_bytes: int) -> None:
+    instance = tmp_path / "disk" / f"{number:016x}" / f"{number:016x}"
+    instance.mkdir(parents=True, mode=0o700)
+    (instance / "lock").touch(mode=0o600)
+    facts = Superblock(instance.parent.name, {"model": model}, 16, slot_bytes, slot_bytes, slots, 0.0)
+    write_superblock(instance / SUPERBLOCK, facts)
+    (instance / ARENA).write_bytes(bytes(slots * slot_bytes))
+
+
+def test_a_new_cache_takes_the_free_space_without_a_margin(tmp_path, space):
     capacity, reason = disk_of(tmp_path)
     assert (capacity, reason) == (90 * GIB, f"100.0 GiB free in {tmp_path}/disk - a margin of 10.0 GiB")
-    Space.f_bavail = 2 * GIB // 4096
+    space.f_bavail = 2 * GIB // 4096
     assert disk_of(tmp_path)[0] == 64 * 128 * 1024
+
+
+def test_a_new_cache_takes_the_space_of_unused_ones_only_if_it_may_remove_them(tmp_path, space):
+    make_cache(tmp_path, 1, "another", 160, MIB)
+    assert disk_of(tmp_path)[0] == 90 * GIB
+    capacity, reason = disk_of(tmp_path, "tiers.disk.reclaim=true")
+    assert capacity == 90 * GIB + 144 * MIB
+    assert reason == f"100.2 GiB free or in unused caches in {tmp_path}/disk - a margin of 10.0 GiB"
 
 
 def test_a_cache_of_this_model_keeps_its_size_whatever_else_is_there(tmp_path):
@@ -270,17 +292,11 @@ def test_a_cache_of_this_model_keeps_its_size_whatever_else_is_there(tmp_path):
     for number, (model, slots, slot_bytes) in enumerate(
         [("synthetic:tiny", 100, 131072), ("synthetic:tiny", 70, 65536), ("another", 900, 131072)]
     ):
-        instance = tmp_path / "disk" / f"{number:016x}" / f"{number:016x}"
-        instance.mkdir(parents=True, mode=0o700)
-        (instance / "lock").touch(mode=0o600)
-        write_superblock(
-            instance / SUPERBLOCK,
-            Superblock(instance.parent.name, {"model": model}, 16, slot_bytes, slot_bytes, slots, 0.0),
-        )
-        (instance / ARENA).write_bytes(bytes(slots * slot_bytes))
+        make_cache(tmp_path, number, model, slots, slot_bytes)
     damaged = tmp_path / "disk" / f"{7:016x}" / f"{7:016x}"
     damaged.mkdir(parents=True, mode=0o700)
     (damaged / SUPERBLOCK).write_text("kvbm disk cache format 99\n")
+    (tmp_path / "disk" / f"{8:016x}" / f"{8:016x}").mkdir(parents=True, mode=0o700)  # its first engine was killed
     found, reason = disk_of(tmp_path)
     assert reason == "the cache that exists keeps its size"
     assert found == 100 * 131072 // MIB * MIB < capacity

@@ -12,7 +12,7 @@ import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, found_blocks, instance_of, make_hash, make_shards, opened, settings_for
 
 from kvbm.host.machine_memory import LEAST_MARGIN_BYTES
-from kvbm.tiers.disk import files
+from kvbm.tiers.disk import files, instance
 from kvbm.tiers.disk.files import NoRoom
 from kvbm.tiers.disk.index import ROWS_PER_STATEMENT, BlockIndex
 from kvbm.tiers.disk.storage import DiskStorage
@@ -90,8 +90,8 @@ def test_one_statement_takes_many_rows(tmp_path):
         assert list(rig.recovered().values()) == [0]
 
 
-def open_fitting(directory, capacity_bytes):
-    settings = settings_for(directory, block_count=None, capacity_bytes=capacity_bytes, fit=True)
+def open_fitting(directory, capacity_bytes, **changes):
+    settings = settings_for(directory, block_count=None, capacity_bytes=capacity_bytes, fit=True, **changes)
     tier = DiskStorage.open(settings, NAMESPACE, make_shards(4, 4096), hash_bytes=HASH_BYTES)
     slot_count = tier.slot_count
     tier.close(10)
@@ -122,6 +122,21 @@ def test_a_new_cache_that_fits_itself_takes_no_more_than_is_free(tmp_path, free)
     free.f_bavail = margin_pages
     with pytest.raises(NoRoom, match="has no space to spare"):
         open_fitting(tmp_path / "two", 100 * 4096)
+
+
+@pytest.mark.parametrize("reclaim", [False, True])
+def test_a_new_cache_that_fits_itself_removes_unused_caches_only_if_it_may(tmp_path, free, monkeypatch, reclaim):
+    """Such as those of an older version of the engine, or of another model."""
+    margin_pages, unused = LEAST_MARGIN_BYTES // 4096, ["older", "old"]
+    free.f_bavail = margin_pages + 50
+
+    def remove(directory):
+        free.f_bavail += 40
+        return bool(unused) and bool(unused.pop())
+
+    monkeypatch.setattr(instance, "reclaim_oldest", remove)
+    assert open_fitting(tmp_path / "one", 60 * 4096, reclaim=reclaim) == (60 if reclaim else 50)
+    assert unused == (["older"] if reclaim else ["older", "old"])
 
 
 def test_a_new_cache_that_fits_itself_tries_again_if_another_engine_takes_the_space(tmp_path, free, monkeypatch):

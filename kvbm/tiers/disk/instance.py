@@ -317,13 +317,16 @@ class Instance:
 
 
 def _shape(arena: Arena, wanted: _NewInstance, former: Superblock | None = None) -> Shape:
-    """Return the sizes of an arena. With `fit`, `former` is what the arena was before."""
+    """Return the sizes of an arena. With `fit`, `former` is what the arena was before, and a new one takes no more than
+    is free, with `reclaim` after removing as many unused caches as it needs."""
     settings, unit = wanted.settings, max(PAGE_BYTES, arena.alignment().offset)
     slot_bytes = -(-wanted.payload_bytes // unit) * unit
     slot_count, capacity_bytes = settings.block_count, settings.capacity_bytes or 0
     if settings.fit and former is not None:
         capacity_bytes = former.slot_count * former.slot_bytes
     elif settings.fit and slot_count is None:
+        while settings.reclaim and arena.spare_bytes() < capacity_bytes and reclaim_oldest(settings.directory):
+            pass
         capacity_bytes = min(capacity_bytes, arena.spare_bytes())
         if capacity_bytes < slot_bytes:
             raise NoRoom(f"{settings.directory} has no space to spare for a cache", hint=FREE_HINT)
