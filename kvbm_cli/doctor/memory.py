@@ -15,6 +15,7 @@ from kvbm.engines.table import copy_count, kind_of
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import gpus_of, node_of_pci_device
 from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, skipped, warning
+from kvbm_cli.profile.size import takes_evicted
 from kvbm_cli.runs.reservations import largest_run, living_runs, pending_memory
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.terminal.quantities import shown_rate
@@ -186,7 +187,10 @@ def order_checks(context: DoctorContext) -> Iterator[Check]:
     host = sizing.host if resolved.profile.tiers.host is not None else None
     present = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
     for (above, larger), (below, smaller) in pairwise((name, tier) for name, tier in present if tier is not None):
-        yield _order_of(above, larger, below, smaller)
+        if below == "G2" and smaller.token_count < larger.token_count and takes_evicted(resolved.profile, sizing):
+            yield ok("G1 <= G2", "G2 is smaller, and takes the blocks that G1 evicts")
+        else:
+            yield _order_of(above, larger, below, smaller)
     kind = kind_of(resolved.profile)
     if host is None and kind.own_memory(resolved.profile, None) is not None:
         yield ok("G2", f"{kind.traits.title}'s own host memory; pages pass through a small buffer of kvbm")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvbm.config.engine import ENGINES
 from kvbm.config.sizes import format_size
 from kvbm.engines.model_facts import config_file
 from kvbm.engines.table import cpu_of, kind_of, size
@@ -19,6 +20,7 @@ from kvbm_cli.terminal.quantities import counted
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Profile
 
 ASK_ENGINE = "`kvbm serve` starts the engine anyway; then `kvbm logs | grep allocated` shows blocks and bytes"
 _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
@@ -34,9 +36,23 @@ def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
         f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
         "so it adds little"
         for (above, upper), (below, lower) in pairwise(present)
-        if lower.token_count < upper.token_count
+        if lower.token_count < upper.token_count and not (below == "G2" and takes_evicted(resolved.profile, sizing))
     )
     return (*smaller, *sequence_warnings(resolved, sizing))
+
+
+def takes_evicted(profile: Profile, sizing: Sizing) -> bool:
+    """Whether G2 gets the blocks that G1 evicts (`offload.to_host: on_evict`), so that a small one adds its blocks."""
+    from kvbm.leader.late_offloads import reason_to_copy_at_once
+
+    engine, device = profile.engine.kind, sizing.device
+    if not ENGINES[engine].shows_evictions or sizing.snapshot or not kind_of(profile).has_prefix_caching(profile):
+        return False
+    if profile.offload.to_host != "auto" or device is None:
+        return profile.offload.to_host == "on_evict"
+    host_blocks, g1_blocks = sizing.host.block_count, device.block_count
+    reason = reason_to_copy_at_once(profile.tiers, host_blocks=host_blocks, g1_blocks=g1_blocks)
+    return not reason and not profile.disaggregated.is_enabled
 
 
 def sequence_warnings(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[str]:

@@ -32,7 +32,7 @@ from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.probes.engine import PROBES as ENGINE_PROBES
 from kvbm_cli.doctor.probes.quota import Quota
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.size import size_of
+from kvbm_cli.profile.size import size_of, tier_warnings
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.filesystem import state_directory
 from kvbm_cli.system.mounts import Mount
@@ -442,6 +442,26 @@ def test_a_profile_of_sglang_on_a_cpu_imports_its_stand_ins_first_and_needs_no_h
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
     (host,) = [one for one in order_checks(context) if one.name == "G2"]
     assert (host.state.value, "SGLang" in host.finding) == ("ok", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "adds_little"),
+    [
+        ("offload.to_host=auto", False),
+        ("offload.to_host=on_evict", False),
+        ("offload.to_host=always", True),
+        ("tiers.disk.capacity=1TB", True),
+        ("engine.arguments.enable_prefix_caching=false", True),
+    ],
+)
+def test_host_memory_below_g1_adds_little_unless_it_takes_what_g1_evicts(tmp_path, change, adds_little):
+    sizes = ("tiers.host.capacity=10GB", "engine.arguments.num_gpu_blocks_override=9000")
+    found = load("vllm", directories=[profiles_directory()], overrides=[*sizes, change])
+    sizing = size_of(found)
+    assert any("of G1, so it adds little" in one for one in tier_warnings(found, sizing)) == adds_little
+    context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
+    (order,) = [one for one in order_checks(context) if one.name == "G1 <= G2"]
+    assert order.state.value == ("warning" if adds_little else "ok")
 
 
 @pytest.mark.parametrize(
