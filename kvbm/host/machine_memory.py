@@ -34,20 +34,20 @@ class HostMemory:
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
 
-    def room(self, node: int | None = None) -> Room:
-        """Return the tightest limit on memory for this process, on one NUMA node or on any."""
-        return min(self.rooms(node), key=lambda room: room.available_bytes)
+    def room(self, node: int | None = None, *, process: int | str = "self") -> Room:
+        """Return the tightest limit on memory for a process, on one NUMA node or on any."""
+        return min(self.rooms(node, process=process), key=lambda room: room.available_bytes)
 
-    def rooms(self, node: int | None = None) -> list[Room]:
-        """Return all limits on memory for this process."""
+    def rooms(self, node: int | None = None, *, process: int | str = "self") -> list[Room]:
+        """Return all limits on memory for a process."""
         rooms = [Room(self._meminfo(self.proc / "meminfo")["MemAvailable"], "free memory of this machine")]
         if node is not None:
             rooms.append(self._node_room(node))
-        return [*rooms, *self._control_group_rooms()]
+        return [*rooms, *self._control_group_rooms(process)]
 
     def has_limit(self) -> bool:
         """Whether a control group limits the memory of this process."""
-        return any(True for _ in self._control_group_rooms())
+        return any(True for _ in self._control_group_rooms("self"))
 
     def huge_pages(self) -> tuple[int, int]:
         """Return (bytes of one huge page, bytes in reserved and unused huge pages)."""
@@ -81,9 +81,9 @@ class HostMemory:
         lines = re.findall(r"^(?:Node +\d+ +)?([^\s:]+): +(\d+)( kB)?$", path.read_text(), re.MULTILINE)
         return {name: int(value) * (1024 if unit else 1) for name, value, unit in lines}
 
-    def _control_group_rooms(self) -> Iterator[Room]:
+    def _control_group_rooms(self, process: int | str) -> Iterator[Room]:
         try:
-            lines = (self.proc / "self/cgroup").read_text().splitlines()
+            lines = (self.proc / str(process) / "cgroup").read_text().splitlines()
         except OSError:
             return
         for line in lines:

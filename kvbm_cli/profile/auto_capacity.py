@@ -121,7 +121,7 @@ def _least(profile: Profile, facts: Mapping[str, object] | None) -> Sizing | Non
 def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenCapacity:
     copies, own = copy_count(profile), engine_bytes(profile, least)
     room, living = memory.room(), living_runs()
-    pending = pending_memory(living) + pending_of_engines()
+    pending = pending_memory(living, memory=memory) + pending_of_engines(memory)
     margin = margin_of(room.available_bytes)
     spare = room.available_bytes - pending - margin - (own or 0)
     least_bytes, block_bytes = LEAST_BYTES, 1

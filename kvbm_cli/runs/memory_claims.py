@@ -2,6 +2,8 @@
 
 A claim is a file in /dev/shm, which its launcher keeps locked from the choice of the sizes until the engine is
 healthy, or the start has failed. The kernel ends the lock with the launcher, so a claim without one counts for nothing.
+Every user can write and lock files there. So a claim counts only while its process lives, and if the file belongs to
+the user of this process; and for no more than the control groups of the process let it allocate (reservations.py).
 Sizes are chosen, and claims made, under a lock of the directory, so that two starts at once do not take the same
 memory. Where /dev/shm cannot be used, there are no claims, and only the run directories of this user count.
 """
@@ -81,10 +83,11 @@ def _claims() -> Iterator[MemoryClaim]:
 
 
 def _read(path: Path) -> MemoryClaim | None:
-    """Return None for a file that was just removed, or that no launcher wrote."""
+    """Return None for a file that was just removed, or that the user of its process did not write."""
     with contextlib.suppress(OSError, ValueError):
         with open(open_regular(path), "rb") as file:
             numbers = [int(word) for word in file.read(MOST_BYTES).split()]
+            owner = os.fstat(file.fileno()).st_uid
         if len(numbers) == 3 and all(0 <= number <= MAX_BYTES for number in numbers):
-            return MemoryClaim(*numbers)
+            return MemoryClaim(*numbers) if os.stat(f"/proc/{numbers[0]}").st_uid == owner else None
     return None

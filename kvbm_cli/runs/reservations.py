@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 from kvbm.config.sizes import format_size
 from kvbm.engines.launch_plan import reachable
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm_cli.runs import memory_claims
+from kvbm_cli.runs.memory_claims import MemoryClaim
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.process_identity import descendants
@@ -52,17 +54,22 @@ def pending_bytes(run: EngineRun) -> int:
     return max(0, run.facts.memory_bytes - has_bytes)
 
 
-def pending_memory(living: Sequence[EngineRun]) -> int:
+def pending_memory(living: Sequence[EngineRun], *, memory: HostMemory = THIS_MACHINE) -> int:
     """Return the host memory for blocks that all starting engines of this machine will still allocate."""
     known = {run.launcher.pid for run in living}
     others = [claim for claim in memory_claims.claims() if claim.pid not in known]
-    missing = (max(0, claim.memory_bytes - _shared_bytes_below(claim.pid)) for claim in others)
+    missing = (_possible(claim, claim.memory_bytes - _shared_bytes_below(claim.pid), memory) for claim in others)
     return sum(map(pending_bytes, living)) + sum(missing)
 
 
-def pending_of_engines() -> int:
+def pending_of_engines(memory: HostMemory = THIS_MACHINE) -> int:
     """Return the host memory that starting engines on a CPU may still allocate for weights and G1."""
-    return sum(claim.engine_bytes for claim in memory_claims.claims())
+    return sum(_possible(claim, claim.engine_bytes, memory) for claim in memory_claims.claims())
+
+
+def _possible(claim: MemoryClaim, missing_bytes: int, memory: HostMemory) -> int:
+    """Return how much of what a claim has not allocated yet its process may allocate."""
+    return max(0, min(missing_bytes, memory.room(process=claim.pid).available_bytes))
 
 
 def largest_run(living: Sequence[EngineRun]) -> EngineRun | None:

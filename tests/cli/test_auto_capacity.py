@@ -218,14 +218,14 @@ def test_a_claim_counts_until_the_engine_is_healthy_or_the_start_fails(tmp_path)
 
 def test_the_claim_of_a_killed_launcher_counts_no_longer():
     text = (
-        "import sys\nfrom pathlib import Path\nfrom kvbm_cli.runs import memory_claims\n"
+        "import os, sys\nfrom pathlib import Path\nfrom kvbm_cli.runs import memory_claims\n"
         "memory_claims.DIRECTORY = Path(sys.argv[1])\n"
-        "file = memory_claims.make(memory_claims.MemoryClaim(1, 2, 3))\nprint(flush=True)\nsys.stdin.read()\n"
+        "file = memory_claims.make(memory_claims.MemoryClaim(os.getpid(), 2, 3))\nprint(flush=True)\nsys.stdin.read()\n"
     )
     command = [sys.executable, "-c", text, str(memory_claims.DIRECTORY)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        assert memory_claims.claims() == [MemoryClaim(1, 2, 3)]
+        assert memory_claims.claims() == [MemoryClaim(child.pid, 2, 3)]
         child.kill()
         child.wait()
         assert memory_claims.claims() == []
@@ -240,6 +240,30 @@ def test_what_no_launcher_wrote_is_no_claim():
             memory_claims.fcntl.flock(file, memory_claims.fcntl.LOCK_EX)
             assert memory_claims.claims() == []
             assert path.exists()
+
+
+def test_a_claim_counts_only_if_the_user_of_its_living_process_wrote_it(monkeypatch):
+    """Every user of the machine can write and lock such a file."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    files = [memory_claims.make(MemoryClaim(pid, GIB, 0)) for pid in (ended.pid, os.getpid())]
+    assert memory_claims.claims() == [MemoryClaim(os.getpid(), GIB, 0)]
+    found = os.fstat
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_uid=os.geteuid() + 1, st_mode=found(fd).st_mode))
+        assert memory_claims.claims() == []
+    for file in files:
+        memory_claims.release(file)
+
+
+def test_a_claim_counts_for_no_more_than_its_control_group_has_left(tmp_path):
+    machine = Machine(tmp_path, 96 * GIB)
+    machine.write(f"proc/{os.getpid()}/cgroup", "0::/box\n")
+    machine.write("proc/self/cgroup", "0::/\n")
+    machine.limit(4 * GIB, usage=GIB)
+    file = memory_claims.make(MemoryClaim(os.getpid(), 1000 * GIB, 0))
+    assert pending_memory([], memory=machine.memory) == 3 * GIB
+    memory_claims.release(file)
 
 
 def test_a_lock_that_is_never_released_ends_no_start(monkeypatch):

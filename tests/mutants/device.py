@@ -183,7 +183,7 @@ MUTANTS = (
         name="region-sees-only-the-machine",
         bug="The room that a control group leaves is ignored: in a container the kernel kills the engine at start-up.",
         file="kvbm/host/machine_memory.py",
-        old="return [*rooms, *self._control_group_rooms()]",
+        old="return [*rooms, *self._control_group_rooms(process)]",
         new="return rooms",
         fails="tests/host/test_machine_memory.py tests/host/test_region.py",
     ),
