@@ -55,6 +55,10 @@ class HostMemory:
         page_bytes = facts.get("Hugepagesize", 0)
         return page_bytes, page_bytes * (facts.get("HugePages_Free", 0) - facts.get("HugePages_Rsvd", 0))
 
+    def bytes_for_blocks(self) -> int:
+        """Return the free memory for a tier: of any kind, or in reserved huge pages if these are more."""
+        return max(self.room().available_bytes, self.huge_pages()[1])
+
     def has_transparent_huge_pages(self) -> bool:
         """Whether shared memory gets transparent huge pages, in any case or after madvise."""
         try:

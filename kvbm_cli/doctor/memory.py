@@ -63,7 +63,7 @@ def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
     if pending:
         finding += f", of which starting engines will take {format_size(pending)}"
     facts = {"available_bytes": room.available_bytes, "needed_bytes": needed, "pending_bytes": pending}
-    left = max(0, room.available_bytes - pending, context.machine.memory.huge_pages()[1] - pending)
+    left = max(0, context.machine.memory.bytes_for_blocks() - pending)
     if needed is None:
         yield ok("available", finding, **facts)
     elif needed <= left:

@@ -262,7 +262,7 @@ def _memory(
     if host is not None and host.is_auto:  # the size is chosen under a lock, so that it fits
         return
     room, pending = memory.room(), pending_memory(living)
-    if needed_bytes + pending <= max(room.available_bytes, memory.huge_pages()[1]):
+    if needed_bytes + pending <= memory.bytes_for_blocks():
         return
     key, available = size_key(resolved), f"only {format_size(room.available_bytes)} are available ({room.limit})"
     demand = f"`{key}` requires {format_size(needed_bytes)}"
