@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -19,6 +20,7 @@ from kvbm.engines.model_tokenizer import model_tokenizer
 from kvbm.engines.table import kind_of
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm.host.directories import make_private_directories
+from kvbm.host.machine_memory import margin_of
 from kvbm.sizing.tiers import Sizing
 from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
@@ -235,6 +237,9 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
             hint="set `tiers.disk.directory`",
         ) from error
     try:
+        if disk.fit and (free := shutil.disk_usage(directory).free) <= margin_of(free):
+            hint = "remove caches with `kvbm cache purge`, or set `tiers.disk.directory`"
+            raise EnvironmentProblem(f"{parent} has no space to spare for the disk tier of a benchmark", hint=hint)
         fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
         yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
     finally:

@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import obstore
 import pytest
@@ -64,6 +65,15 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentProblem, match=r"tmp|file"), fresh_disk(profile(tmp_path / "file")):
         pass
+
+
+def test_a_disk_that_an_existing_cache_fills_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvbm_cli.bench.engines.shutil.disk_usage", lambda path: SimpleNamespace(free=2 << 30))
+    overrides = ("tiers.disk.capacity=1GiB", "tiers.disk.fit=true", f"tiers.disk.directory={tmp_path}")
+    fitting = load("demo", directories=(profiles_directory(),), overrides=overrides).profile
+    with pytest.raises(EnvironmentProblem, match="has no space to spare"), fresh_disk(fitting):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_has_a_place_of_its_own_in_the_shared_tier_and_leaves_nothing(tmp_path):
