@@ -69,6 +69,15 @@ def test_the_page_numbers_the_causes():
     assert "\nwhy kvbm was not faster than baseline:\n  1. G2 is too small: it holds 4,096" in console.file.getvalue()
 
 
+@pytest.mark.parametrize("name", ["bench-demo", "bench-peers"])
+def test_a_result_of_a_version_without_g4_is_shown(name):
+    kept = Path(__file__).parents[2] / f"bench/results/2cpu-x86-64-no-gpu-{name}.json"
+    console = Console(file=io.StringIO(), width=80)
+    show(json.loads(kept.read_text()), console, directory=Path("run"))
+    assert "prompt tokens from G2, all requests" in console.file.getvalue()
+    assert "from G4" not in console.file.getvalue()
+
+
 def test_reuse_is_counted_by_parts_and_in_whole_blocks():
     """Turn 1 has 64 system tokens in common with other users; turn 2 repeats turn 1, its answer and its question."""
     workload = Conversations(

@@ -181,8 +181,8 @@ def _arms_table(cell: Mapping[str, Any]) -> Table:
         ("from G4", "g4"),
         ("computed", "computed"),
     ):
-        if tier not in ("g3", "g4") or any(arm["prompt_tokens"][tier] for arm in arms):
-            counts = (_count(arm["prompt_tokens"][tier]) for arm in arms)
+        if tier not in ("g3", "g4") or any(arm["prompt_tokens"].get(tier) for arm in arms):  # earlier ones lack g4
+            counts = (_count(arm["prompt_tokens"].get(tier)) for arm in arms)
             table.add_row(f"prompt tokens {label}, all requests", *counts)
     table.add_row("requests that failed", *(_count(arm["errors"]) for arm in arms))
     costs = [arm.get("cost") or {} for arm in arms]  # earlier versions have none
@@ -226,7 +226,7 @@ def _turn_lines(arms: Mapping[str, Any]) -> Iterator[str]:
 
 def _loaded(tokens: Mapping[str, int | None]) -> int | None:
     """Tokens from the tiers below G1; None if no number of them is known."""
-    known = [count for tier in ("g2", "g3", "g4") if (count := tokens[tier]) is not None]
+    known = [count for tier in ("g2", "g3", "g4") if (count := tokens.get(tier)) is not None]
     return sum(known) if known else None
 
 
