@@ -267,10 +267,13 @@ class BlockStore:
                 unheld.append(slot)
         return unheld
 
-    def arrive(self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None) -> ChainUse | None:
+    def arrive(
+        self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None, above: int = 0
+    ) -> ChainUse | None:
         """Note that a request for the chain `hashes` has arrived; its blocks get the marks that the ChainUse has for
-        them when they are touched or registered. None if the policy knows no uses."""
-        return self.policy.arrive(hashes, self._index, now_s, hint)
+        them when they are touched or registered. None if the policy knows no uses. The first `above` blocks are in
+        a tier above."""
+        return self.policy.arrive(hashes, self._index, now_s, hint, above)
 
     def step(self) -> None:
         """Do a part of the work that arrivals have left. To be called in each engine step, or never."""

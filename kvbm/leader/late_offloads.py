@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from kvbm.core.policies.ranking import PLAIN
+from kvbm.core.policies.ranking import PLAIN, known_blocks
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Tiers
@@ -58,6 +58,7 @@ class LateOffloads:
         self._queue = queue
         self._store = context.host.store
         self._counters = context.counters
+        self._may_decline = context.settings.may_decline
         self._most = min(context.settings.max_in_flight_blocks, context.settings.slice_blocks)
         self._filled = 0  # blocks since the last step
         self._demand = 0.0  # the most blocks that a step has filled; older steps count less
@@ -99,7 +100,17 @@ class LateOffloads:
         self._is_behind = len(chosen) < len(absent)
         for name in (wanted.keys() - absent).union(chosen):
             del notes[wanted[name][0]]
-        return [wanted[name] for name in chosen]
+        return self._worthwhile([wanted[name] for name in chosen])
+
+    def _worthwhile(self, picks: list[Pick]) -> list[Pick]:
+        """Return those that host memory would keep: of known chains first."""
+        kept = len(picks)
+        if self._may_decline:
+            kept = self._store.room(bytes([mark for *_, mark in picks]))
+        if kept < len(picks):
+            self._counters.offload_declined_blocks += len(picks) - kept
+            picks = sorted(picks, key=lambda pick: known_blocks(bytes(pick[4:])) == 0)[:kept]
+        return picks
 
     def _window(self) -> int:
         """Return how many blocks are watched. The engine takes a step's worth of them at once, before the next look."""

@@ -108,7 +108,7 @@ class Leader(EngineTiers):
         request = self._live(request_id)
         request.asked_blocks = end
         if self._is_one_chain and not request.has_probed:
-            request.offloads[0].arrive(self._arrive(request, hashes, began_s))
+            request.offloads[0].arrive(self._arrive(request, hashes, began_s, start))
         blocks = self._matching.match(request, hashes, start, end)
         self._note_lookup(request_id, began_s, blocks)
         if self._trace is not None:
@@ -157,15 +157,16 @@ class Leader(EngineTiers):
         for tier in self.lower_tiers:
             self._slices.run(tier.hit, wanted)
 
-    def _arrive(self, request: LiveRequest, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+    def _arrive(self, request: LiveRequest, hashes: Sequence[bytes], now_s: float, start: int) -> ChainUse | None:
         """Return what the chain of a request is to host memory; without adaptive eviction there, to the disk."""
+        above = start if self._offloads.are_late else 0
         below = [use for tier in self.owned_tiers if (use := tier.arrive(hashes, now_s)) is not None]
         if request.hint is None or not self.host.store.policy.knows_uses:
-            arrival = self.host.arrive(hashes, now_s)
+            arrival = self.host.arrive(hashes, now_s, above=above)
         else:
             hint = self.hints.arrive(request.hint, request.tenant, hashes)
             request.retained = hint.retained
-            arrival = self.host.arrive(hashes, now_s, hint)
+            arrival = self.host.arrive(hashes, now_s, hint, above)
         return below[0] if arrival is None and below else arrival
 
     def _note_lookup(self, request_id: str, began_s: float, found: int | None) -> None:

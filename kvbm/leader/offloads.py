@@ -110,6 +110,11 @@ class Offloads:
         if context.callbacks.evictions is not None:
             self._late = LateOffloads(context.callbacks.evictions, context)
 
+    @property
+    def are_late(self) -> bool:
+        """Whether blocks are copied when the engine evicts them, so that host memory has no copies of those in G1."""
+        return self._late is not None
+
     def unwritten_blocks(self, end: int) -> int | None:
         """Return how many G2 blocks a chain of `end` blocks must not evict, because a lower tier has still to write
         them. None if the chain passes through to none, so that it has to fit into G2."""

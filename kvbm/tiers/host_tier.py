@@ -108,9 +108,11 @@ class HostTier:
         self._steps = 0
         self._next_slot = 0
 
-    def arrive(self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None) -> ChainUse | None:
-        """Note that a request for the chain `hashes` has arrived, and return what it is to the policy."""
-        arrival, policy = self.store.arrive(hashes, now_s, hint), self.store.policy
+    def arrive(
+        self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None, above: int = 0
+    ) -> ChainUse | None:
+        """Note that a request for the chain `hashes` has arrived, and return what it is to the policy; see Policy."""
+        arrival, policy = self.store.arrive(hashes, now_s, hint, above), self.store.policy
         self._counters.hints_off = int(not policy.follows_hints)
         self._counters.eviction_order, self._counters.eviction_gain_percent = policy.choice()
         return arrival

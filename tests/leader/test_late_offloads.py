@@ -10,14 +10,14 @@ from rig import Rig, chain
 
 from kvbm.config.schema import Tiers
 from kvbm.core.groups import Group
-from kvbm.core.policies.ranking import CLASS_MASK, NEW
+from kvbm.core.policies.ranking import CLASS_MASK, INCUMBENTS, NEW, RESIDENT
 from kvbm.leader.late_offloads import reason_to_copy_at_once
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.types import Tier
 
 
-def late_rig(*, slots: int = 16, blocks: int = 32, reach: int = 8, **settings) -> Rig:
-    return Rig(slots=slots, blocks=blocks, g1=EvictingG1, to_host="on_evict", max_in_flight_blocks=reach, **settings)
+def late_rig(*, slots: int = 16, blocks: int = 32, reach: int = 8, to_host: str = "on_evict", **settings) -> Rig:
+    return Rig(slots=slots, blocks=blocks, g1=EvictingG1, to_host=to_host, max_in_flight_blocks=reach, **settings)
 
 
 @pytest.fixture
@@ -290,6 +290,34 @@ def test_host_memory_evicts_blocks_that_are_in_g1_again_first_tail_first(evictio
     assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
     assert serve(rig, "in g1", first) == (4, 0)
     assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
+    rig.close()
+
+
+@pytest.mark.parametrize(("to_host", "declines"), [("auto", True), ("on_evict", False)])
+def test_with_auto_blocks_that_host_memory_would_not_keep_are_not_copied(to_host, declines):
+    rig = late_rig(slots=10, host_eviction="adaptive", to_host=to_host)
+    adaptive = rig.leader.host.store.policy
+    adaptive.order.use_table(INCUMBENTS)
+    adaptive._current = adaptive._shadows[-1]
+    kept = chain("kept", 8)
+    serve(rig, "first", kept)
+    assert serve(rig, "again", kept) == (8, 0)
+    for number in range(8):
+        serve(rig, f"scan{number}", chain(f"scan{number}", 8))
+    assert (rig.leader.host.store.match(kept) == 8) == declines
+    counters = rig.leader.counters
+    assert (counters.offload_declined_blocks > 0, counters.offload_skipped_blocks) == (declines, 0)
+    rig.close()
+
+
+def test_blocks_in_g1_count_as_if_they_were_in_host_memory():
+    rig = late_rig(host_eviction="adaptive")
+    hashes = chain("a", 8)
+    serve(rig, "first", hashes)
+    assert rig.leader.match("second", hashes, 4) == 0
+    arrival = rig.leader._requests["second"].offloads[0].arrival
+    assert (arrival.hit, arrival.reused_end, arrival.continues) == (4, 5, True)  # the history has every fourth block
+    assert [mark & CLASS_MASK >= RESIDENT for mark in arrival.marks(0, 8)] == [True] * 4 + [False] * 4
     rig.close()
 
 

@@ -38,6 +38,22 @@ MUTANTS = (
         fails="tests/leader/test_late_offloads.py",
     ),
     Mutant(
+        name="leader-copies-evicted-blocks-that-host-memory-would-not-keep",
+        bug="with `to_host: auto`, prompts that never repeat push conversations out of a small host memory",
+        file="kvbm/leader/late_offloads.py",
+        old="        if self._may_decline:",
+        new="        if False:",
+        fails="tests/leader/test_late_offloads.py",
+    ),
+    Mutant(
+        name="leader-takes-blocks-in-g1-for-lost-ones",
+        bug="a chain whose beginning is in G1 counts as one that came back, and is evicted before others",
+        file="kvbm/leader/leader.py",
+        old="above = start if self._offloads.are_late else 0",
+        new="above = 0",
+        fails="tests/leader/test_late_offloads.py",
+    ),
+    Mutant(
         name="leader-takes-equal-contents-for-the-same",
         bug="a block that was evicted and is being computed again counts as complete",
         file="kvbm/leader/late_offloads.py",

@@ -236,14 +236,14 @@ class Adaptive(Policy):
         return self.order.marks
 
     def arrive(
-        self, hashes: Sequence[bytes], index: HashIndex, now_s: float, hint: ChainHint | None = None
+        self, hashes: Sequence[bytes], index: HashIndex, now_s: float, hint: ChainHint | None = None, above: int = 0
     ) -> ChainUse:
         self.see(LONGEST_CHAIN)
         hashes = hashes[:LONGEST_CHAIN]
         if hint is not None and not self._hinted:
             self._begin_hints()
         time_s = self._pass_time(now_s)
-        arrival = self._examine(hashes, index, time_s)
+        arrival = self._examine(hashes, index, time_s, min(above, len(hashes)))
         self._unseen = _Unseen(hashes, arrival, time_s, hint)
         if not self._hinted or not self.follows_hints:
             return arrival
@@ -313,16 +313,20 @@ class Adaptive(Policy):
                 sampled.setdefault(crc, position)
         return sampled
 
-    def _examine(self, hashes: Sequence[bytes], index: HashIndex, time_s: float) -> ChainUse:
+    def _examine(self, hashes: Sequence[bytes], index: HashIndex, time_s: float, above: int) -> ChainUse:
         order, end, slot_of = self.order, len(hashes), index.slot_of
-        hit = 0
-        if hashes and slot_of(hashes[0]) is not None:
-            hit = bisect_left(hashes, True, key=lambda name: slot_of(name) is None)
+        hit = above
+        if hit < end and slot_of(hashes[hit]) is not None:
+            hit = bisect_left(hashes, True, lo=hit, key=lambda name: slot_of(name) is None)
         shared_end = bisect_left(hashes, True, hi=hit, key=lambda name: not order.is_shared(slot_of(name)))
-        if (known := self._history.find_last(hashes, hit)) is not None:
+        known = self._history.find_last(hashes, hit)
+        if known is None and above:  # the store knows nothing of blocks above it
+            known = self._history.find_last(hashes, 0)
+        if known is not None:
             last, mark, used_s = known
             if mark & SHARED:
                 shared_end = last + 1
+            last = max(last, hit - 1)
         elif (slot := slot_of(hashes[hit - 1]) if hit else None) is not None:
             last, mark, used_s = hit - 1, order.marks[slot], order.used_s(slot)
         else:

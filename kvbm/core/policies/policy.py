@@ -31,9 +31,10 @@ class Policy:
         return bytearray()
 
     def arrive(
-        self, hashes: Sequence[bytes], index: HashIndex, now_s: float, hint: ChainHint | None = None
+        self, hashes: Sequence[bytes], index: HashIndex, now_s: float, hint: ChainHint | None = None, above: int = 0
     ) -> ChainUse | None:
-        """Note the arrival of a request for the chain `hashes`; `index` has those in the cache."""
+        """Note the arrival of a request for the chain `hashes`; `index` has those in the cache. The first `above` ones
+        are in a tier above, and count as if they were here."""
         return None
 
     def see(self) -> None:
