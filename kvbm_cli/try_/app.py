@@ -25,8 +25,15 @@ def try_(
         Text, option("--workload", "NAME|PATH", "Send the requests of this workload instead.", workloads)
     ] = None,
     minutes: Annotated[
-        float, option("--minutes", "N", "Choose requests that take at most this long [default: 30].", min=1, max=10_000)
-    ] = 30,
+        float | None,
+        option(
+            "--minutes",
+            "N",
+            "Choose requests that take at most this long [default: 8, or up to 30 if G1 is not exceeded sooner].",
+            min=1,
+            max=10_000,
+        ),
+    ] = None,
     yes: Annotated[bool, flag("--yes", "Do not ask for confirmation.")] = False,
     resume: Annotated[
         Path | None, path_option("--resume", "DIR", "Continue the interrupted trial in this directory.")

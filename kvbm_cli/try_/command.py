@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.engine import DEFAULT_KIND
-from kvbm.engines.table import copy_count, kind_of, make_model
+from kvbm.config.sizes import format_size
+from kvbm.engines.table import kind_of, make_model
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm.host.directories import make_private_directories
 from kvbm.text.outside import shown
@@ -26,28 +27,29 @@ from kvbm_cli.bench.cells import OWN_SIZE, Overrides
 from kvbm_cli.bench.command import INTERRUPTED_EXIT_CODE, BenchRequest, measure, print_summary, setup_of
 from kvbm_cli.bench.engines import LOOPBACK, OpenArm
 from kvbm_cli.bench.judge.verdict import VerdictLimits
-from kvbm_cli.bench.result.directory import PLAN, RUNS, BenchDirectory
+from kvbm_cli.bench.result.directory import LOCK, PLAN, RUNS, BenchDirectory
 from kvbm_cli.bench.setup import AssumedSpeed, CellOutline, plan_of
 from kvbm_cli.bench.workload.schema import as_definition
 from kvbm_cli.doctor.check import CheckState
 from kvbm_cli.doctor.command import quick_checks
+from kvbm_cli.profile.auto_capacity import with_capacities
 from kvbm_cli.profile.import_command import ImportedStart, import_script, import_words
 from kvbm_cli.profile.resolve import resolve_to_start
-from kvbm_cli.system.filesystem import state_directory, write_new
+from kvbm_cli.profile.size import size_if_known, tier_warnings
+from kvbm_cli.runs.locks import is_locked
+from kvbm_cli.system.filesystem import remove_tree, state_directory, write_new
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.quantities import counted, duration
 from kvbm_cli.terminal.show_error import show_warning
 from kvbm_cli.try_.forecast import (
-    ARMS,
+    MOST_MINUTES,
     Forecast,
     forecast,
-    host_capacity,
+    g1_and_longest,
     sizes,
-    spare_bytes,
     speed_of,
     total_s,
-    wanted_bytes,
     with_device_size,
 )
 from kvbm_cli.try_.gpus import GpuState, gpus, require_free
@@ -56,8 +58,9 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 TRIAL, PROFILE, WORKLOAD = "try.json", "tried.yaml", "requests.yaml"
-PROVISIONAL = "tiers.host.capacity=1GiB"
+TIERS = "\ntiers:\n  host:\n    capacity: auto\n"
 LEAST_RUN_S = 60.0
+KEPT_TRIALS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class TryRequest:
     overrides: Sequence[str] = ()
     trace: Path | None = None
     workload: str | None = None
-    minutes: float = 30.0
+    minutes: float | None = None
     resume: Path | None = None
     is_confirmed: bool = False
     as_json: bool = False
@@ -97,6 +100,7 @@ def try_engine(request: TryRequest, *, engines: OpenArm | None = None, limits: V
                 f"\n{summary['verdict']}: {summary['explanation']}\n"
                 f"report: {directory.path / 'report.html'}\nprofile: {trial['profile']}\n"
                 f"serve with it: {trial['serve']}\n"
+                f"measure again, with other options: {shlex.join(_bench_request(trial).words())}\n"
                 f"took {duration(trial['took_s'])}; {duration(trial['announced_s'])} were announced"
             )
 
@@ -137,67 +141,78 @@ def _bench_request(trial: dict[str, Any], **changes: Any) -> BenchRequest:
 def _prepared(request: TryRequest) -> Path:
     """Choose everything, write it to a new directory, and say what will run."""
     start = _start(request.words)
-    make_private_directories(state_directory() / "tries")
-    prefix = time.strftime("%Y-%m-%dT%H-%M-%S-")
-    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=state_directory() / "tries"))
-    profile, notes, has_tiers = _absolute(request.words[0]), list[str](), True
+    directory = _new_directory()
+    profile, notes = _absolute(request.words[0]), list[str]()
     if start is not None:
         profile, notes = str(directory / PROFILE), list(start.notes)
-        has_tiers = "\ntiers:" in start.text or any(one.startswith("tiers.host.") for one in request.overrides)
-        write_new(directory / PROFILE, start.text)
-    overrides = [*([] if has_tiers else [PROVISIONAL]), *request.overrides]
-    resolved = resolve_to_start(profile, overrides=overrides)
+        is_sized = "\ntiers:" in start.text or any(one.startswith("tiers.host.") for one in request.overrides)
+        write_new(directory / PROFILE, start.text + ("" if is_sized else TIERS))
+    resolved = resolve_to_start(profile, overrides=request.overrides)
     server, engine = resolved.profile.server, resolved.profile.engine
     notes.append(f"the engines of the trial listen on {LOOPBACK} and free ports, not on {server.host}:{server.port}")
     kind = kind_of(resolved.profile)
     on_cpu = kind.traits.shares_device or kind.runs_on_cpu(resolved.profile)
     found = () if on_cpu else _free_gpus(resolved)
     _require_checks(resolved)
-    g1: tuple[str, ...] = ()
+    overrides = list(request.overrides)
     sizing = sizes(resolved, found)
     if on_cpu and engine.kind == DEFAULT_KIND and sizing is not None and sizing.device is None:
         g1 = with_device_size(sizing)
-        sizing = sizes(resolve_to_start(profile, overrides=[*overrides, *g1]), found)
+        overrides += g1
+        resolved = resolve_to_start(profile, overrides=overrides)
         notes.append(f"on a CPU, G1 is set with and without kvbm: {', '.join(g1)}")
-    together = spare_bytes(resolved.profile, sizing, engine_count=ARMS)
-    shares = on_cpu and together >= wanted_bytes(sizing, together) > 0
-    if not has_tiers:
-        alone = spare_bytes(resolved.profile, sizing, engine_count=int(on_cpu))
-        capacity = host_capacity(sizing, (together if shares else alone) // copy_count(resolved.profile))
-        notes.append(f"kvbm uses {capacity} of host memory")
-        with open(profile, "a", encoding="utf-8") as file:
-            file.write(f"\ntiers:\n  host:\n    capacity: {capacity}  # chosen by `kvbm try`\n")
-    speed = speed_of(resolved.profile, found)
-    chosen = forecast(speed, sizing, in_turn=not shares, minutes=request.minutes)
-    given = [word for override in request.overrides for word in ("--set", override)]
+    resolved = with_capacities(resolved)
+    sizing = sizes(resolved, found)
+    if (host := resolved.profile.tiers.host) is not None and "G2" in resolved.chosen:
+        notes.append(f"kvbm uses {format_size(host.capacity_bytes or 0)} of host memory: {resolved.chosen['G2']}")
+    for one in () if sizing is None else tier_warnings(resolved, sizing):
+        show_warning(one)
+    speed = speed_of(resolved.profile, found, on_cpu=on_cpu)
+    g1_tokens, longest = g1_and_longest(resolved.profile, sizing)
+    known, is_given = size_if_known(resolved), request.workload is not None or request.trace is not None
+    reads_g1 = not is_given and (known is None or known.device is None)
+    chosen = forecast(speed, g1_tokens, longest, minutes=request.minutes, first_starts=1 + reads_g1)
+    given = [word for override in overrides for word in ("--set", override)]
     trial = {
         "profile": profile,
         "serve": shlex.join(["kvbm", "serve", "--profile", profile, *given]),
-        "overrides": [*request.overrides, *g1],
+        "overrides": overrides,
         "workload": _absolute(request.workload or str(directory / WORKLOAD)),
-        "pressure": OWN_SIZE,
-        "pairs": chosen.pairs,
-        "is_given": request.workload is not None or request.trace is not None,
+        "pressure": OWN_SIZE if is_given else chosen.pressure,
+        "pairs": 1 if is_given else chosen.pairs,
+        "is_given": is_given,
+        "reads_g1": reads_g1,
         "duration_s": None,
     }
     if request.workload is None:
         write_new(directory / WORKLOAD, _workload_text(request.trace, chosen))
-        if request.trace is None and chosen.pressure is not None:
-            trial["pressure"] = f"{chosen.pressure:g}"
-            notes += [] if chosen.note is None else [chosen.note]
-    _announce(
-        trial, speed, notes, directory, minutes=request.minutes, reads_g1=bool(found) and trial["pressure"] != OWN_SIZE
-    )
+    if not is_given and chosen.note is not None:
+        notes.append(chosen.note)
+    if reads_g1:
+        notes.append(f"the plan assumes that G1 holds {g1_tokens:,} tokens; the first engine reports it")
+    _announce(trial, speed, notes, directory, minutes=request.minutes or MOST_MINUTES)
     return directory
 
 
+def _new_directory() -> Path:
+    """Make the directory of a trial. Of all but the newest KEPT_TRIALS, only the profile remains: it may be served."""
+    parent = state_directory() / "tries"
+    make_private_directories(parent)
+    for old in sorted(parent.glob("*/"))[: 1 - KEPT_TRIALS]:  # their names begin with the time
+        if not is_locked(old / LOCK):
+            for path in old.iterdir():
+                if path.name != PROFILE:
+                    remove_tree(path) if path.is_dir() else path.unlink()
+    return Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%dT%H-%M-%S-"), dir=parent))
+
+
 def _announce(
-    trial: dict[str, Any], speed: AssumedSpeed, notes: Sequence[str], directory: Path, *, minutes: float, reads_g1: bool
+    trial: dict[str, Any], speed: AssumedSpeed, notes: Sequence[str], directory: Path, *, minutes: float
 ) -> None:
-    """Write try.json, and say what will run. With `reads_g1`, one more engine reports the size of G1."""
+    """Write try.json, and say what will run."""
     setup, _, _ = setup_of(_bench_request(trial, pressure=OWN_SIZE))  # which is about the final one
-    plan = plan_of(setup)
-    starts, groups = plan["starts"] + reads_g1, [len(setup.groups(cell)) for cell in setup.cells]
+    plan = plan_of(setup, first_starts=int(trial["reads_g1"]))
+    starts, groups = plan["starts"], [len(setup.groups(cell)) for cell in setup.cells]
     times = [CellOutline.of(cell, speed).duration_s for cell in setup.cells]
     if trial["is_given"]:  # chosen requests are all sent: without the last ones, no prefix would come again
         trial["duration_s"] = max(LEAST_RUN_S, (60 * minutes - total_s(speed, starts, 0)) / sum(groups))
