@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvbm_cli.try_.gpus import GpuState
 
 READ_BYTES_PER_S, CPU_MEMORY_BYTES_PER_S, GPU_MEMORY_BYTES_PER_S = 1e9, 1e10, 1e12
-PREPARATION_S, TIMEOUT_S = 10.0, 300.0
+PREPARATION_S, TIMEOUT_S = 20.0, 300.0
 MOST_BUSY = 10.0  # how much longer a start takes at most because of other load
 ATTAINED_ON_CPU, ATTAINED_ON_GPU = 0.5, 0.4
 PEAKS = {80: 312e12, 86: 75e12, 89: 180e12, 90: 990e12, 100: 2250e12, 103: 2500e12}  # bfloat16, by capability
@@ -75,7 +75,7 @@ def speed_of(profile: Profile, gpus: Sequence[GpuState], *, on_cpu: bool) -> Ass
         peak = PEAKS.get(gpus[0].capability, OTHER_PEAK) if gpus else OTHER_PEAK
         rate, memory_rate = ATTAINED_ON_GPU * count * peak, count * GPU_MEMORY_BYTES_PER_S
     answer_tokens = min(assumed.answer_tokens, memory_rate / active)
-    busy = min(MOST_BUSY, max(1.0, (load_average() or 0.0) / usable_cpu_count()))
+    busy = min(MOST_BUSY, max(1.0, ((load_average() or 0.0) + 1) / usable_cpu_count()))  # the engine is one more
     return AssumedSpeed(busy * start_s + weights / READ_BYTES_PER_S, rate / operations, answer_tokens)
 
 
