@@ -152,18 +152,18 @@ class Pressures:
 
 
 def parse_pressures(text: str | None, *, is_on_gpu: bool = False) -> Pressures:
-    """Such as `0.8,1.2,2`, `auto` or `none`. UsageError for anything else."""
+    """Such as `0.8,1.2,2`, `auto`, `auto:1.5` or `none`. UsageError for anything else."""
     if text is None:
         text = AUTO if is_on_gpu else OWN_SIZE
-    if text in (AUTO, OWN_SIZE):
-        return Pressures((AUTO_PRESSURE,), is_auto=True) if text == AUTO else Pressures()
-    values = _numbers(text)
+    if text == OWN_SIZE:
+        return Pressures()
+    values = (AUTO_PRESSURE,) if text == AUTO else _numbers(text.removeprefix(f"{AUTO}:"))
     if not values or not all(0 < value <= 1000 for value in values) or len(set(values)) < len(values):
         raise UsageError(
             "--pressure takes different numbers above 0, such as `0.8,1.2,2,4`, or `auto` or `none`, not "
             f"`{shown(text)}`"
         )
-    return Pressures(values)
+    return Pressures(values, is_auto=text.startswith(AUTO))
 
 
 def cells_of(workloads: Sequence[Workload], pressures: Pressures, g1_tokens: int | None) -> tuple[Cell, ...]:

@@ -86,7 +86,7 @@ def total_s(speed: AssumedSpeed, starts: int, runs_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`pressure` is for `kvbm bench`. `note` says what the time does not allow."""
+    """`pressure` is an option of `kvbm bench`. `note` says what the time does not allow."""
 
     workload: Conversations
     pairs: int
@@ -122,7 +122,7 @@ def forecast(
             f"too short to exceed G1: in {most_s / 60:g} min, the working set is {pressure:g} times G1, and kvbm may "
             f"have nothing to do; `--minutes {enough}` is enough (the engine starts alone take {duration(starts_s)})"
         )
-    return Forecast(_conversations(longest, pressure * g1_tokens), 1, f"{pressure:g}", note)
+    return Forecast(_conversations(longest, pressure * g1_tokens), 1, f"{AUTO}:{pressure:g}", note)
 
 
 def _conversations(longest: int, working_set: float) -> Conversations:

@@ -143,10 +143,10 @@ UNIQUE = Unique(name="alone", kind="unique", requests=3, prompt_tokens=8, answer
 
 @pytest.mark.parametrize(
     ("text", "values"),
-    [(None, ()), ("none", ()), ("auto", (2.0,)), ("2", (2.0,)), ("0.8, 1.2,4", (0.8, 1.2, 4.0))],
+    [(None, ()), ("none", ()), ("auto", (2.0,)), ("auto:1.5", (1.5,)), ("2", (2.0,)), ("0.8, 1.2,4", (0.8, 1.2, 4.0))],
 )
 def test_pressures_are_numbers_with_commas(text, values):
-    assert parse_pressures(text) == Pressures(values, is_auto=text == "auto")
+    assert parse_pressures(text) == Pressures(values, is_auto=(text or "").startswith("auto"))
 
 
 def test_on_a_gpu_the_pressure_is_automatic_unless_it_is_given():

@@ -24,7 +24,7 @@ from kvbm.engines.table import kind_of
 from kvbm.errors import EngineError, EnvironmentProblem, ProfileError, UsageError
 from kvbm.host.machine_memory import HostMemory, Room
 from kvbm_cli.bench.arms import comparison_of
-from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.cells import Cell, parse_pressures
 from kvbm_cli.bench.command import BenchRequest, setup_of
 from kvbm_cli.bench.setup import AssumedSpeed, CellOutline, caveats_of
 from kvbm_cli.doctor.check import CheckState, failure, warning
@@ -274,7 +274,7 @@ def test_a_free_gpu_is_measured_in_turn_with_pressure(tmp_path, monkeypatch, sta
     with pytest.raises(UsageError, match="cannot ask"):
         try_engine(of_vllm(tmp_path))
     directory, content = only(state)
-    assert 0 < float(content["pressure"]) < 1  # G1 has millions of tokens of this model
+    assert 0 < parse_pressures(content["pressure"]).values[0] < 1  # G1 has millions of tokens of this model
     assert json.loads((directory / "requests.yaml").read_text())["schedule"]["arms"] == "in_turn"
     shown = capsys.readouterr().err
     assert "num_gpu_blocks_override" not in shown
@@ -349,11 +349,12 @@ def test_more_minutes_allow_more_pressure_and_runs(minutes, pairs, pressures):
     )
     assert total_s <= 66 * (minutes or forecast.USUAL_MINUTES)
     assert found.pairs == pairs
+    (pressure,) = parse_pressures(found.pressure).values
     if pressures == "auto":
         assert found.pressure == pressures
     else:
-        assert pressures[0] <= float(found.pressure) <= pressures[1]
-    assert (found.note is None) == (found.pressure == "auto" or float(found.pressure) >= forecast.LEAST_PRESSURE)
+        assert pressures[0] <= pressure <= pressures[1]
+    assert (found.note is None) == (pressure >= forecast.LEAST_PRESSURE)
 
 
 @pytest.mark.parametrize("g1_tokens", [9_000, 400_000, 4_000_000])
@@ -361,7 +362,7 @@ def test_more_minutes_allow_more_pressure_and_runs(minutes, pairs, pressures):
 def test_a_note_names_the_minutes_that_exceed_g1(minutes, g1_tokens):
     found = forecast.forecast(SPEED, g1_tokens, 4096, minutes=minutes)
     if found.note is None:
-        assert found.pressure == "auto" or float(found.pressure) >= forecast.LEAST_PRESSURE
+        assert parse_pressures(found.pressure).values[0] >= forecast.LEAST_PRESSURE
         return
     enough = int(re.search(r"`--minutes (\d+)`", found.note)[1])
     assert enough > (minutes or forecast.MOST_MINUTES)
@@ -370,7 +371,7 @@ def test_a_note_names_the_minutes_that_exceed_g1(minutes, g1_tokens):
 
 def test_without_minutes_a_trial_takes_longer_only_to_exceed_g1():
     found = forecast.forecast(SPEED, 150_000, 4096, minutes=None)
-    assert (found.pressure, found.note) == ("1.2", None)
+    assert (found.pressure, found.note) == ("auto:1.2", None)
     assert forecast.forecast(SPEED, 150_000, 4096, minutes=10).note is not None
 
 
