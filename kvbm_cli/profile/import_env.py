@@ -19,8 +19,8 @@ from kvbm.config.variables import STORE_VARIABLES, variable_names
 from kvbm.engines.table import examine_written
 from kvbm.errors import InvariantError, ProfileError, UsageError
 from kvbm_cli.profile.import_file import absolute_model, write_profile
-from kvbm_cli.profile.import_launch import Launch, Word
-from kvbm_cli.profile.import_profile import OF_LMCACHE, WIDTH, body, commented, imported, kind_of
+from kvbm_cli.profile.import_launch import Launch, Word, table
+from kvbm_cli.profile.import_profile import WIDTH, body, commented, imported, kind_of
 from kvbm_cli.terminal.console import print_note
 
 MODEL = "Qwen/Qwen3-8B"
@@ -30,7 +30,11 @@ HEAD = """\
 description: imported from DYN_KVBM_* variables
 """
 
-_SIZES = {"host": "DYN_KVBM_CPU_CACHE_GB", "disk": "DYN_KVBM_DISK_CACHE_GB"}  # of a tier
+_VARIABLES = {
+    "tiers.host.capacity": "DYN_KVBM_CPU_CACHE_GB",
+    "tiers.disk.capacity": "DYN_KVBM_DISK_CACHE_GB",
+    "tiers.disk.directory": "DYN_KVBM_DISK_CACHE_DIR",
+}
 
 
 def import_env(
@@ -41,8 +45,8 @@ def import_env(
     kind_of(engine, model, environment)
     if not variable_names(environment):
         hint = "run it in the environment of the engine; `kvbm profile new` writes a profile without variables"
-        if found := [name for name in OF_LMCACHE if name in environment]:
-            hint = "; ".join(f"set `{OF_LMCACHE[name][1]}` instead of `{name}`" for name in found)
+        if found := {name: key for name, key in table("lmcache").items() if name in environment}:
+            hint = "; ".join(f"set `{_VARIABLES[key]}` instead of `{name}`" for name, key in found.items())
         raise UsageError("no DYN_KVBM_* variable is set", hint=hint)
     text = profile_text(environment, model=absolute_model(model), engine=engine)
     write_profile(text, output)
@@ -59,7 +63,7 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None, en
         ENGINES[kind].require_tiers(has_host=config.tiers.host is not None, has_lower=config.tiers.has_lower)
     except WrongKey as error:
         message = f"the variables set no `tiers.{error.name}`, which {error}"
-        raise ProfileError(message, hint=f"set `{_SIZES[error.name]}` too") from None
+        raise ProfileError(message, hint=f"set `{_VARIABLES[f'tiers.{error.name}.capacity']}` too") from None
     ours = {name: Word(environment[name]) for name in variable_names(environment)}
     note = "" if model is not None else "set your model here; no variable sets it"
     found = imported(Launch("", kind, environment=ours), model=(model or MODEL, note), engine=(kind, reason))

@@ -11,12 +11,15 @@ from pathlib import Path
 from kvbm.config.document import Source, cannot_read, decoded
 from kvbm.config.key_list import OWN
 from kvbm.config.relative_paths import absolute_path
+from kvbm.config.variables import variable_names
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown
 from kvbm.text.reading import read_at_most, read_stdin
-from kvbm_cli.profile.import_launch import READS, Launch
+from kvbm_cli.profile.import_launch import READS, Launch, Word, table
 from kvbm_cli.profile.import_profile import Imported, body, commented, imported, kind_of
-from kvbm_cli.profile.import_text import launches_of, launches_of_words
+from kvbm_cli.profile.import_shell import MARKS, MAX_LAUNCHES, CommandText
+from kvbm_cli.profile.import_text import fenced, read_lines, read_text, variables_of
+from kvbm_cli.profile.import_yaml import read_yaml
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import write_new
 from kvbm_cli.terminal.console import print_data, print_json, print_note
@@ -24,6 +27,8 @@ from kvbm_cli.terminal.printable import commentable
 
 MAX_BYTES = 1 << 18
 MAX_SHOWN = 10
+# The first line that is no comment has a key, or begins a document.
+_YAML = re.compile(r"(?:[ \t]*(?:#.*)?\n)*(?:---|%YAML|\{|[\"']?[A-Za-z_][\w./-]*[\"']?:(?:\s|$))")
 
 
 def import_file(
@@ -32,15 +37,14 @@ def import_file(
     """Print the profile, or write it to `output`. `select` names one of several engines in the file."""
     kind_of(engine, model, {})
     name = "the standard input" if file == "-" else file
-    found = recognised(_contents(file, name), name, model=model, engine=engine, select=select)
+    found = recognised(contents_of(file), name, model=model, engine=engine, select=select)
     if as_json:
         print_json(_as_data(found, file))
     if output is not None or not as_json:
         write_profile(found.text, output)
-    if not as_json:
-        left = [f"not carried over: {one}" for one in found.unresolved]
-        for line in [*_others(found.launch, found.others), *found.imported.missing, *left]:
-            print_note(line)
+    left = [f"not carried over: {one}" for one in found.unresolved]
+    for line in [] if as_json else [*_others(found.launch, found.others), *found.imported.missing, *left]:
+        print_note(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +52,10 @@ class Recognised:
     """An engine that a command, a script or a manifest starts. `text` is its profile, without secrets. `others` are
     started by the same file."""
 
-    kind: str
     launch: Launch
     others: list[Launch]
     imported: Imported
     text: str
-
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """The words that start the engine, and its arguments as they are written, secrets too. Empty if the file names
-        no command."""
-        return (*self.launch.command, *map(str, self.launch.words)) if self.launch.command else ()
 
     @property
     def unresolved(self) -> list[str]:
@@ -85,14 +82,16 @@ def recognised(
     chosen = absolute_model(model)
     found = imported(taken, model=None if chosen is None else (chosen, "--model"), engine=(kind, reason))
     others = [one for one in launches if one is not taken]
-    return Recognised(kind, taken, others, found, profile_text(found, taken, others, name))
+    return Recognised(taken, others, found, profile_text(found, taken, others, name))
 
 
 def launches_in(given: str | Sequence[str], name: str) -> list[Launch]:
     """Return the engines that a text or the words of a command start, at least one."""
-    text = given.replace("\r\n", "\n") if isinstance(given, str) else ""
+    text = given.replace("\r\n", "\n").translate(MARKS) if isinstance(given, str) else ""
+    script = CommandText()
     try:
-        found = launches_of(text) if isinstance(given, str) else launches_of_words(given)
+        script.find([] if isinstance(given, str) else [Word(one.translate(MARKS), 1) for one in given])
+        found = script.results() or _launches_of(text)
     except ProfileError as error:
         raise ProfileError(f"cannot read `{shown(name)}`: {error.message}", hint=error.hint) from None
     keys = set(re.findall(r"^([A-Za-z_]+):", text, re.MULTILINE)) if not found else set()
@@ -100,6 +99,38 @@ def launches_in(given: str | Sequence[str], name: str) -> list[Launch]:
         raise ProfileError(f"`{shown(name)}` is a profile already", hint="`kvbm profile check` checks it")
     if not found:
         raise ProfileError(f"`{shown(name)}` starts no engine that `kvbm profile import` knows", hint=READS)
+    return found
+
+
+def _launches_of(text: str) -> list[Launch]:
+    """Return every start of an engine. ProfileError for a text that is not read to its end."""
+    found: list[Launch] = []
+    problem: ProfileError | None = None
+    for block, line in fenced(text):
+        try:
+            found += _of_block(block, line)
+        except ProfileError as error:  # another language
+            problem = problem or error
+    if problem is not None and not found:
+        raise problem
+    variables = {} if found else variables_of(text)
+    if variable_names(variables) or table("lmcache").keys() & variables:
+        return [Launch("environment", None, environment=variables)]
+    return found[:MAX_LAUNCHES]
+
+
+def _of_block(text: str, line: int) -> list[Launch]:
+    if _YAML.match(text):
+        try:
+            return read_yaml(text, line)
+        except ProfileError:
+            if found := read_lines(text, line).results():  # a Makefile
+                return found
+            raise
+    script = read_text(text, line)
+    found = script.results()
+    for _, document in () if found else script.documents:
+        found += read_yaml(document, document.line) if _YAML.match(document) else []
     return found
 
 
@@ -138,15 +169,13 @@ def _taken(launches: list[Launch], select: str | None, name: str) -> Launch:
     return found
 
 
-def _contents(file: str, name: str) -> str:
+def contents_of(file: str) -> str:
+    """Return the text of a file, `-` for the standard input. ProfileError if it cannot be read."""
     try:
-        if file == "-":
-            contents = read_stdin(MAX_BYTES)
-        else:
-            contents = read_at_most(Path(file).expanduser(), MAX_BYTES)
+        contents = read_stdin(MAX_BYTES) if file == "-" else read_at_most(Path(file).expanduser(), MAX_BYTES)
         return decoded(contents)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
-        raise cannot_read(f"`{shown(name)}`", error) from None
+        raise cannot_read("the standard input" if file == "-" else f"`{shown(file)}`", error) from None
 
 
 def _as_data(found: Recognised, file: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Launch: one start of an engine as a foreign file describes it.
+"""Launch: one start of an engine as a foreign file describes it, and what `flags.yaml` knows of its flags.
 
 Readers (`import_shell.py`, `import_yaml.py`) make launches, and `import_profile.py` translates one to a profile. No
 reader runs anything: a text that only a run would show is `unknown`.
@@ -7,50 +7,53 @@ reader runs anything: a text that only a run would show is `unknown`.
 from __future__ import annotations
 
 import re
-from collections import deque
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from kvbm.config.document import plain_scalar
+import yaml
 
-MODULES = {
-    "vllm.entrypoints.openai.api_server": "vllm",
-    "vllm.entrypoints.cli.main": "vllm",
-    "dynamo.vllm": "vllm",
-    "dynamo.trtllm": "tensorrt-llm",
-    "dynamo.sglang": "sglang",
-    "sglang.launch_server": "sglang",
-}
-STARTS = re.compile(
-    r"\bvllm(?:\s+serve\b|/vllm-openai)|\bsglang\s+serve\b|\btrtllm-serve\b|vllm/entrypoints/openai"
-    r"|-m\s+(?:vllm\.entrypoints\.|sglang\.launch_server|dynamo\.)"
-)
-START_OF_LINE = (
-    r"(?:(?:vllm|sglang)[ \t]+serve|trtllm-serve|(?:docker|podman|nerdctl)[ \t]+run|-m[ \t]+(?:vllm|sglang|dynamo)\.)"
-)
-STARTS_IN_LISTS = re.compile(  # of words, as Python and JSON write them
-    r"[\"'](?:[\w./-]*/)?(?:(?:vllm|sglang)[\"']\s*,\s*[\"']serve|trtllm-serve)[\"']"
-    r"|[\"']-m[\"']\s*,\s*[\"'](?:vllm\.entrypoints|sglang\.launch_server|dynamo\.)"
-)
+from kvbm.config.flags import flag_name
+from kvbm.engines.trtllm.options import SAME_OPTION
+
+MAX_DEPTH = 60  # levels of a value
 READS = (
     "it reads a command line, a script, a Dockerfile, a unit of systemd or a page of Markdown with `vllm serve`, "
     "`dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a manifest of Kubernetes, values of production-stack or "
     "llm-d, a Compose file, an env file with `DYN_KVBM_*` variables, and options of TensorRT-LLM or vLLM in YAML"
 )
-_OTHER_SERVERS = ("disaggregated", "mm_embedding_serve", "disaggregated_mpi_worker")  # subcommands of trtllm-serve
+
+
+def _start(gap: str) -> str:
+    """Return the pattern of the words that start an engine. `gap` is what stands between two words."""
+    other_servers = rf"(?!{gap}(?:disaggregated|mm_embedding_serve))"
+    return (
+        rf"(?:(?:vllm|sglang){gap}serve|trtllm-serve(?:{gap}serve)?{other_servers}|vllm/entrypoints/openai/api_server\.py"
+        rf"|-m{gap}(?:vllm\.entrypoints\.(?:openai\.api_server|cli\.main{gap}serve)|sglang\.launch_server"
+        r"|dynamo\.(?:vllm|trtllm|sglang)))"
+    )
+
+
+_IN_TEXT, _IN_LINE, _IN_LIST, _IN_WORDS = map(_start, (r"\s+", r"[ \t]+", r"[\"']\s*,\s*[\"']", "\0"))
+STARTS = re.compile(rf"(?<![\w.-]){_IN_TEXT}(?![\w-])|vllm/vllm-openai")
+STARTS_IN_LISTS = re.compile(rf"[\"'](?:[\w./-]*/)?{_IN_LIST}[\"']")  # of Python and JSON
+START_OF_LINE = rf"(?:(?:[\w./~-]*/)?{_IN_LINE}|(?:docker|podman|nerdctl)[ \t]+(?:run|create))(?![\w-])"
+_STARTS_IN_WORDS = re.compile(rf"(?:(?<=\0)|^)(?:[^\0]*/)?{_IN_WORDS}(?=\0|$)")
 _IMAGE = re.compile(r"(?:^|/)(?:vllm[\w.-]*|llm-d-(?:cuda|dev|rocm|xpu|cpu|hpu|aws|gke|tpu)[\w.-]*)(?=[:@]|$)")
 _IMAGE_OF_ANOTHER = re.compile(r"router|proxy|sidecar|sim\b|lmstack|runtime")
 _MODEL = re.compile(r"(?!/(?:usr|bin|sbin|opt)/|[\w./-]*\.(?:sh|py)$)[\w.~-]*/[\w./~-]+|\ue000.*")  # behind an image
+_ONLY_OF_VLLM = re.compile(r"--(?:max[-_]model[-_]len|gpu[-_]memory[-_]utilization)(?:=.*)?", re.DOTALL)
 _TOOLS = frozenset({"docker", "podman", "nerdctl", "singularity", "apptainer"})
 _SWITCHES = re.compile(  # of `docker run` and tools like it; all other options have a value
     r"--(?:detach|init|interactive|privileged|quiet|read-only|rm|tty|publish-all|no-\w+|replace|oom-kill-disable"
     r"|sig-proxy|rmi|tls-verify|disable-\w+|nv|rocm|cleanenv|contain|containall|writable|writable-tmpfs|compat|fakeroot)"
+    r"|-[ditqPC]+|-"
 )
-_SHORT = re.compile(r"-[ditqPC]*(?:([a-zA-Z])(.*))?", re.DOTALL)
-MAX_DEPTH = 60  # levels of a value
-MAX_KEY = 500  # characters; YAML has at most 1024 in front of a colon
-_OURS = re.compile(r'"DynamoConnector"|"PdConnector"')
+_NO_VALUE = re.compile(r"(?:no|enable|disable|enforce|trust|is|skip|return|use)_\w+|help")  # unless the table has it
+_VALUE = re.compile(r"(--[^=]+|-[a-zA-Z])=?(.*)|-[ditqPC]+([a-zA-Z])=?(.*)", re.DOTALL)  # of an option
 
 
 class Word(str):
@@ -67,26 +70,6 @@ class Word(str):
         return word
 
 
-def plain(value: Any) -> Any:
-    """Return a value of YAML with its numbers, booleans and nulls."""
-    if isinstance(value, dict):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [plain(one) for one in value]
-    return plain_scalar(str(value)) if isinstance(value, Word) and value.is_plain else value
-
-
-def is_writable(value: Any) -> bool:
-    """Whether the keys of a profile can hold this value: its levels and its keys are limited."""
-    inside = [value]
-    for _ in range(MAX_DEPTH):
-        if any(len(str(key)) > MAX_KEY for one in inside if isinstance(one, dict) for key in one):
-            return False
-        parts = [one.values() if isinstance(one, dict) else one for one in inside if isinstance(one, dict | list)]
-        inside = [two for part in parts for two in part]
-    return not inside
-
-
 @dataclass(frozen=True, slots=True)
 class Left:
     """What a profile cannot take over, and why."""
@@ -99,11 +82,15 @@ class Left:
         return f"`{self.what}`{f' (line {self.line})' if self.line else ''}: {self.reason}"
 
 
+NOT_SHOWN = "its value is not in this file"
+OTHER_FILES = "other files are not read"
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """`words` are the arguments of the engine, `environment` its variables. `options` are settings of the engine that
-    a file has as keys, `settings` are keys of a profile, and those per rank are numbers of GB. `model` is named outside
-    of the command, whose first words are `command`, and runs in `image`. `files` are texts of the file, by name."""
+    a file has as keys, `settings` are keys of a profile. `model` is named outside of the command. `files` are texts of
+    the file, by name."""
 
     name: str
     kind: str | None
@@ -111,111 +98,115 @@ class Launch:
     environment: Mapping[str, Word] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     settings: Mapping[str, Word] = field(default_factory=dict)
-    settings_per_rank: Mapping[str, Word] = field(default_factory=dict)
     left: tuple[Left, ...] = ()
     model: Word | None = None
     line: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
-    command: tuple[str, ...] = ()
-    image: str = ""
-
-    @property
-    def is_of_dynamo(self) -> bool:
-        """Whether Dynamo runs the engine, and reads flags of its own."""
-        return any(one.startswith("dynamo.") for one in self.command)
+    is_of_dynamo: bool = False  # which reads flags of its own
 
     @property
     def has_kvbm(self) -> bool:
         """Whether it starts the engine with a block manager of this name."""
-        return "kvbm" in self.words or any(map(_OURS.search, self.words)) or "DYN_KVBM_CPU_CACHE_GB" in self.environment
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """An engine that a command starts: its arguments, the words that start it, and their place in the command."""
-
-    kind: str
-    words: tuple[Word, ...]
-    command: tuple[str, ...]
-    at: int
+        is_ours = any('"DynamoConnector"' in word or '"PdConnector"' in word for word in self.words)
+        return "kvbm" in self.words or is_ours or "DYN_KVBM_CPU_CACHE_GB" in self.environment
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container that a command starts: its variables, its image, what runs in it, and what is not in the file."""
+    """A container that a command starts: its variables, its image, what runs in it, and what is not in the file.
+    `image` is empty if its entry point does not run."""
 
     environment: dict[str, Word]
     image: str
-    is_entered: bool  # at the entry point of the image
     words: tuple[Word, ...]
     left: tuple[Left, ...]
 
 
-def started(words: Sequence[Word], image: str = "") -> Start | None:
-    """Return the engine that this command starts, wherever its name stands; None for another command. `image` is the
-    container, whose entry point may be the engine."""
-    for at, word in enumerate(words):
-        following = words[at + 1] if at + 1 < len(words) else ""
-        name = word.rpartition("/")[2]
-        if name in ("vllm", "sglang") and following == "serve":
-            return Start(str(name), tuple(words[at + 2 :]), (str(name), "serve"), at)
-        if word == "-m" and following in MODULES:
-            is_main = following.endswith(".cli.main") and [*words[at + 2 : at + 3]] == ["serve"]
-            if following.endswith(".cli.main") and not is_main:
-                continue
-            command = ("python3", "-m", str(following), *(["serve"] if is_main else []))
-            behind = tuple(words[at + 2 + is_main :])
-            return Start(MODULES[following], behind, command, at)
-        if word.endswith("vllm/entrypoints/openai/api_server.py"):
-            return Start("vllm", tuple(words[at + 1 :]), ("python3", "-m", "vllm.entrypoints.openai.api_server"), at)
-        if name == "trtllm-serve" and following not in _OTHER_SERVERS:
-            return Start("tensorrt-llm", tuple(words[at + 1 + (following == "serve") :]), ("trtllm-serve",), at)
+def started(words: Sequence[Word], image: str = "") -> Launch | None:
+    """Return the engine that this command starts, wherever its name stands, with the words behind its start; None for
+    another command. `image` is the container, whose entry point may be the engine."""
+    joined = "\0".join(words)
+    for match in _STARTS_IN_WORDS.finditer(joined):
+        at = joined.count("\0", 0, match.start())
+        if at and words[at - 1] == "--entrypoint":
+            continue
+        kind = next((kind for kind in ("sglang", "trtllm") if kind in match[0].rpartition("/")[2]), "vllm")
+        behind = tuple(words[at + 1 + match[0].count("\0") :])
+        is_of_dynamo = "-m\0dynamo." in match[0]
+        return Launch("", kind.replace("trtllm", "tensorrt-llm"), behind, is_of_dynamo=is_of_dynamo)
     is_engine = _IMAGE.search(image) is not None and _IMAGE_OF_ANOTHER.search(image) is None
-    if is_engine and (not words or words[0].startswith("-") or _MODEL.fullmatch(words[0])):
-        return Start("vllm", tuple(words), ("vllm", "serve"), 0)
-    return None
+    has_model = not words or words[0].startswith("-") or _MODEL.fullmatch(words[0])
+    has_flags = bool(image and words) and words[0].startswith("--") and any(map(_ONLY_OF_VLLM.fullmatch, words))
+    return Launch("", "vllm", tuple(words)) if (is_engine and has_model) or has_flags else None
 
 
 def contained(words: Sequence[Word]) -> Container | None:
     """Return the container that `docker run` or a tool like it starts; None for another command."""
-    at = next((at for at, one in enumerate(words) if one.rpartition("/")[2] in _TOOLS), len(words))
-    run = next((there for there in range(at + 1, min(at + 4, len(words))) if words[there] in ("run", "exec")), None)
-    if run is None:
+    tool = next((at for at, one in enumerate(words) if one.rpartition("/")[2] in _TOOLS), len(words))
+    verbs = [at for at in range(tool + 1, min(tool + 4, len(words))) if words[at] in ("run", "create", "exec")]
+    if not verbs:
         return None
     environment: dict[str, Word] = {}
     left: list[Left] = []
     entry: list[Word] = []
-    rest = deque(words[run + 1 :])
-    while rest and rest[0].startswith("-"):
-        option, value = _option(rest)
-        if option in ("-e", "--env") and value is not None:
-            name, is_given, text = value.partition("=")
-            if is_given and name.isidentifier():
-                environment[name] = Word(text, value.line)
-            else:
-                left.append(Left(name, "its value is not in this file", value.line))
-        elif option == "--env-file" and value is not None:
-            left.append(Left(f"--env-file {value}", "other files are not read", value.line))
+    at = verbs[0] + 1
+    while at < len(words) and words[at].startswith("-"):
+        word, at = words[at], at + 1
+        match = None if _SWITCHES.fullmatch(word) else _VALUE.fullmatch(word)
+        if match is None:
+            continue
+        option, value = match[1] or f"-{match[3]}", match[2] or match[4] or ""
+        if not value and at < len(words):
+            value, at = words[at], at + 1
+        name, is_given, text = value.partition("=")
+        if option in ("-e", "--env") and is_given and name.isidentifier():
+            environment[name] = Word(text, word.line)
+        elif option in ("-e", "--env"):
+            left.append(Left(name, NOT_SHOWN, word.line))
+        elif option == "--env-file":
+            left.append(Left(f"--env-file {value}", OTHER_FILES, word.line))
         elif option == "--entrypoint" and value:
-            entry = [value]
-    if rest and rest[0].startswith("\ue000") and not _IMAGE.search(rest[0]):  # options that the file does not show
-        image = next((one for one in rest if _IMAGE.search(one)), None)
-        while image is not None and rest[0] is not image:
-            rest.popleft()
-    image = rest.popleft() if rest else Word("")
-    is_entered = words[run] == "run" and not entry
-    return Container(environment, str(image), is_entered, (*entry, *rest), tuple(left))
+            entry = [Word(value, word.line)]
+    if at < len(words) and words[at].startswith("\ue000"):  # options that are not shown, or the image
+        at = next((there for there in range(at, len(words)) if _IMAGE.search(words[there])), at)
+    image = "" if entry or words[verbs[0]] == "exec" else str(words[at]) if at < len(words) else ""
+    return Container(environment, image, (*entry, *words[at + 1 :]), tuple(left))
 
 
-def _option(rest: deque[Word]) -> tuple[str, Word | None]:
-    """Take an option with its value, if it has one."""
-    word = rest.popleft()
-    option, is_inline, inline = word.partition("=")
-    short = None if word.startswith("--") else _SHORT.fullmatch(word)
-    if short is not None:
-        option, inline = f"-{short[1] or ''}", (short[2] or "").removeprefix("=")
-        if not short[1] or inline:
-            return option, Word(inline, word.line)
-    elif is_inline or _SWITCHES.fullmatch(option):
-        return option, Word(inline, word.line)
-    return option, rest.popleft() if rest else None
+@cache
+def table(section: str) -> Mapping[str, Any]:
+    """Return a section of the file."""
+    sections: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
+    return sections[section]
+
+
+def name_of(written: str) -> str:
+    """Return the name of a flag as it is written, empty for what is none or not known."""
+    short, dot, inside = written.partition(".")
+    name = flag_name(written[2:]) if written.startswith("--") else ""
+    name = f"{names_of('vllm')[short]}{dot}{inside}" if short in names_of("vllm") else name
+    return str(table("other_names").get(name, name))
+
+
+def names_of(engine: str) -> Mapping[str, str]:
+    """Return the name in a profile of each flag that has another one."""
+    if engine == "tensorrt-llm":
+        return SAME_OPTION
+    names: Mapping[str, str] = table(engine)["names"] if engine in ("vllm", "sglang") else {}
+    return names
+
+
+def value_count(name: str, engine: str) -> int:
+    """Return how many values a flag has at most; a large number for any."""
+    of_engine = table("sglang" if engine == "sglang" else "vllm")
+    for kind, count in (("one", 1), ("many", sys.maxsize), ("none", 0)):
+        if name in of_engine[kind].split():
+            return count
+    return 0 if _NO_VALUE.fullmatch(name) else 1
+
+
+def reason_to_leave(section: str, name: str, readers: set[str]) -> str | None:
+    """Return why a profile cannot have this flag or variable, None if it can. `readers` are the programs that read
+    it."""
+    rows = table(section)["rows"]
+    return next((why for who, pattern, why in rows if who in readers and re.fullmatch(pattern, name)), None)

@@ -9,19 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 import textwrap
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, parse_document
+from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, parse_document, plain_scalar, plain_values
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.findings import remove_mistaken
 from kvbm.config.flags import flag_name
@@ -34,59 +30,37 @@ from kvbm.engines.make_model import MODELS
 from kvbm.engines.model_facts import SYNTHETIC_PREFIX, preset_facts
 from kvbm.engines.sglang.options import STORAGE as SGLANG_STORAGE
 from kvbm.engines.table import examine_written
-from kvbm.engines.trtllm.options import SAME_OPTION
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import MAX_SHOWN, shown
-from kvbm_cli.profile.import_launch import MAX_DEPTH, MAX_KEY, Launch, Left, Word, is_writable, plain
+from kvbm_cli.profile.import_launch import (
+    MAX_DEPTH,
+    OTHER_FILES,
+    Launch,
+    Left,
+    Word,
+    name_of,
+    names_of,
+    reason_to_leave,
+    table,
+    value_count,
+)
 from kvbm_cli.profile.import_secrets import NO_SECRETS, has_secret, hidden_in, names_secret, tokens_hidden
 from kvbm_cli.profile.import_yaml import options_in
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.terminal.printable import commentable
 
 WIDTH = 118
-MAX_PARTS = 10  # of the name of a flag of a section
+MAX_KEY = 500  # characters; YAML has at most 1024 in front of a colon
 SERVER_PORT = 8000  # the default of `server.port`
 OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
-OF_LMCACHE = {  # the key, and the variable of kvbm that sets it
-    "LMCACHE_MAX_LOCAL_CPU_SIZE": ("tiers.host.capacity", "DYN_KVBM_CPU_CACHE_GB"),
-    "LMCACHE_MAX_LOCAL_DISK_SIZE": ("tiers.disk.capacity", "DYN_KVBM_DISK_CACHE_GB"),
-    "LMCACHE_LOCAL_DISK": ("tiers.disk.directory", "DYN_KVBM_DISK_CACHE_DIR"),
-}
-_NO_VALUE = re.compile(r"(?:no|enable|disable|enforce|trust|is|skip|return|use)_\w+|help")  # unless the table has it
-_OTHER_NAMES = {
-    **dict.fromkeys(("model_path", "model_id", "model_tag", "model_dir"), "model"),
-    "model_name": "served_model_name",  # of KServe
-}
+_TRANSFER = "kv_transfer_config"
 _STORAGE = "hicache_storage_backend_extra_config"
 _READ_BY_SGLANG = ("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token")  # of these entries
-_PAIR = "part of a pair of engines; `disaggregated: {prefill: 1, decode: 1}` starts both"
-_LEFT_FLAGS = (  # who reads the flag, its name, and why it is left
-    ("dynamo", r"is_(?:prefill|decode)_worker|disaggregation_\w+", _PAIR),
-    (
-        "dynamo",
-        r"connector|\w+_plane|dyn_\w+|namespace|endpoint(?:_types)?|kv_state_endpoint|discovery_backend|store_kv|omni"
-        r"|multimodal_\w+|enable_multimodal|route_to_encoder|modality|use_vllm_tokenizer|sleep_mode_level|fpm_trace"
-        r"|custom_jinja_template|model_express_url|mm_prompt_template|frontend_decoding|publish_events_and_metrics"
-        r"|override_engine_args|migration_limit|dump_config_to",
-        "a flag of Dynamo, and none of the engine",
-    ),
-    ("vllm", "backend", "a flag of KServe, and none of vLLM"),
-    (
-        "tensorrt-llm",
-        r"tool_parser|chat_template|log_level|metadata_server_config_file|server_role|custom_module_dirs|media_io_kwargs",
-        "a flag of `trtllm-serve`, and no option of its file",
-    ),
-)
-_LEFT_VARIABLES = (
-    (r"(?:DYN|LMCACHE|KSERVE|MODEL_EXPRESS|ETCD|NATS)_\w+", "a variable of another program"),
-    (r"HOME|PATH|PWD|USER|SHELL|HOSTNAME|LD_LIBRARY_PATH|PYTHONPATH|(?:POD|LWS)_\w+", "a variable of the container"),
-)
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
 # Those of one engine: of vLLM and TensorRT-LLM, and of SGLang.
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "tp_size", "pp_size")
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
-_PAIR_CONNECTORS = frozenset({"PdConnector", "NixlConnector", "P2pNcclConnector", "MooncakeConnector"})
 _OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
 _METRICS_NOTE = (
     "# Metrics are served on 127.0.0.1; NVIDIA's block manager served them on every address. If Prometheus runs on",
@@ -98,12 +72,14 @@ _METRICS_NOTE = (
 @dataclass(frozen=True, slots=True)
 class Imported:
     """`document` is what the profile contains. `warnings` are about DYN_KVBM_* variables without effect, `missing` is
-    what `kvbm profile check` still requires."""
+    what `kvbm profile check` still requires. `connector` is the configuration of a connector that it
+    replaces, with its secrets, None without one."""
 
     document: Document
     left: tuple[Left, ...]
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
+    connector: object
 
 
 def kind_of(engine: str | None, model: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
@@ -132,34 +108,7 @@ def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str
         draft.put("engine.model", *model)
     warnings = draft.take_variables_of_kvbm()
     missing = draft.check()
-    return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing)
-
-
-def name_of(written: str) -> str:
-    """Return the name of a flag as it is written, empty for what is none or not known."""
-    name = names_of("vllm").get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
-    return _OTHER_NAMES.get(name, name)
-
-
-@cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
-    return table
-
-
-def names_of(engine: str) -> Mapping[str, str]:
-    """Return the name in a profile of each flag that has another one."""
-    names: Mapping[str, str] = SAME_OPTION if engine == "tensorrt-llm" else _table().get(engine, {}).get("names", {})
-    return names
-
-
-def value_count(name: str, engine: str) -> int:
-    """Return how many values a flag has at most; a large number for any."""
-    of_engine = _table()["sglang" if engine == "sglang" else "vllm"]
-    for kind, count in (("one", 1), ("many", sys.maxsize), ("none", 0)):
-        if name in of_engine[kind].split():
-            return count
-    return 0 if _NO_VALUE.fullmatch(name) else 1
+    return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing, draft.connector)
 
 
 def body(document: Document) -> Iterator[str]:
@@ -230,14 +179,13 @@ class _Draft:
     left: list[Left]
     document: Document = field(default_factory=dict)
     unknown_flags: set[str] = field(default_factory=set)
-    transfer: dict[str, Any] = field(default_factory=dict)  # of flags such as `--kv-transfer-config.kv_role`
-    transfer_line: int = 0
+    connector: object = None
 
     def put(self, key: str, value: object, text: str = "", line: int = 0) -> None:
         """Set a key. Its comment is the text and the line."""
         text = "" if key.endswith(f".{text}") else text  # a key of the file has the same name
         names = key.split(".")
-        if len(names) > MAX_DEPTH or len(key) > MAX_KEY or not is_writable(value):
+        if len(names) > MAX_DEPTH or len(key) > MAX_KEY or not _is_writable(value):
             self.leave(text or key, f"more than {MAX_DEPTH} levels, or more than {MAX_KEY} characters of a key", line)
             return
         for depth in range(1, len(names)):
@@ -261,14 +209,11 @@ class _Draft:
         for name, value, written in self._flags():
             self._take(name, value, written)
         for name, value in launch.options.items():
-            value = _parsed(value) if isinstance(value, Word) and self.engine == "vllm" else plain(value)
+            value = _parsed(value) if isinstance(value, Word) and self.engine == "vllm" else _plain(value)
             self._take(flag_name(name), value, Word(name, getattr(name, "line", 0)))
-        if self.transfer:
-            self._take_connector(self.transfer, self.transfer_line)
+        self._replace_connector()
         for key, size in launch.settings.items():
             self.put(key, str(size), line=size.line)
-        for key, size in launch.settings_per_rank.items():
-            self._put_size_per_rank(key, size, f"{size}GB of LMCache")
         for name, word in launch.environment.items():
             self._take_variable(name, word)
 
@@ -290,6 +235,10 @@ class _Draft:
             has_model = True
         while words:
             word = words.popleft()
+            is_level = re.match(r"-O=?[^.=]", word) or (word == "-O" and words and re.fullmatch("[0-3]", words[0]))
+            if self.engine == "vllm" and is_level:  # as vLLM reads `-O3`
+                level = f"--optimization-level={word[2:].removeprefix('=')}".removesuffix("=")
+                word = Word(level, word.line, unknown=word.unknown)
             written, _, inline = word.partition("=")
             name = name_of(written)
             if not name:
@@ -312,8 +261,10 @@ class _Draft:
                 values.append(words.popleft())
             if names_secret(name):
                 self.leave(written, NO_SECRETS, word.line)
+            elif values == [""]:  # as a script has it for a flag that it does not always use
+                self.leave(written, "its value is empty", word.line)
             elif any(self._is_unknown(written, one) for one in values):
-                self.unknown_flags.add(self._own_name(name))
+                self.unknown_flags.add(names_of(self.engine).get(name, name))
             else:
                 found = [_parsed(one) for one in values]
                 yield (
@@ -322,36 +273,21 @@ class _Draft:
                     Word(f"{written} {' '.join(values)}".strip(), word.line),
                 )
 
-    def _own_name(self, name: str) -> str:
-        """Return the name that a profile has for a flag or option of the engine."""
-        return names_of(self.engine).get(name, name)
-
     def _take(self, name: str, value: Any, written: Word) -> None:
         """Take over one flag or option of the engine."""
         line = written.line
         if name.startswith("no_") and value is True:
             name, value = name.removeprefix("no_"), False
-        name = self._own_name(name)
+        name = names_of(self.engine).get(name, name)
         if self.engine == "sglang" and name == _STORAGE and isinstance(value, dict):
             value = {key: one for key, one in value.items() if key not in SGLANG_STORAGE}
         readers = {self.engine, "dynamo" if self.launch.is_of_dynamo else ""}
-        reason = next((why for who, flag, why in _LEFT_FLAGS if who in readers and re.fullmatch(flag, name)), None)
         if has_secret(name, value):
+            self.connector = value if name == _TRANSFER else self.connector
             self.leave(written.partition(" ")[0], NO_SECRETS, line)
-        elif reason is not None:
+        elif (reason := reason_to_leave("left_flags", name, readers)) is not None:
             if (name, value) != ("connector", "kvbm"):
-                self.leave(written, _PAIR if "nixl" in str(value) else reason, line)
-        elif name == "kv_transfer_config":
-            self._take_connector(value, line)
-        elif name.startswith("kv_transfer_config.") and name.count(".") < MAX_PARTS:
-            _, *path, last = name.split(".")
-            inside = self.transfer
-            for part in path:
-                if not isinstance(inside.get(part), dict):
-                    inside[part] = {}
-                inside = inside[part]
-            inside[last] = value
-            self.transfer_line = self.transfer_line or line
+                self.leave(written, _pairs()["reason"] if "nixl" in str(value) else reason, line)
         elif name == _STORAGE and isinstance(value, dict):
             self._take_storage(value, line)
         elif name == "model":
@@ -364,46 +300,40 @@ class _Draft:
         elif name in _OPTIONS_FILES and isinstance(value, str):
             text = self.launch.files.get(value.rpartition("/")[2])
             if text is None:
-                self.leave(written, "other files are not read; import it too", line)
+                self.leave(written, f"{OTHER_FILES}; import it too", line)
                 self.unknown_flags.update(_RANKS)
             for option, inside in options_in(text or "").items():
-                self._take(flag_name(option), plain(inside), Word(option, line))
+                self._take(flag_name(option), _plain(inside), Word(option, line))
         else:
             size = value.pop("host_cache_size", 0) if name == "kv_cache_config" and isinstance(value, dict) else 0
             if isinstance(size, int) and size > 0:
                 self.put("tiers.host.capacity", exact_size(size), f"host_cache_size: {size}", line)
-            text = written.partition(" ")[0] if isinstance(value, dict) else written
+            text = written.partition(" ")[0] if isinstance(value, dict) and name != _TRANSFER else written
             self.put(f"{ARGUMENTS}{name}", value, text, line)
 
-    def _take_connector(self, value: Any, line: int) -> None:
-        """Take over what kvbm does not set itself, and the size of host memory of another connector."""
-        text = json.dumps(value)
-        names = re.findall(r'"kv_connector": "(\w+)"', text)
-        if (size := re.search(r'"cpu_(?:bytes_to_use|capacity_bytes)": ([1-9]\d*)', text)) is not None:
-            self.put("tiers.host.capacity", exact_size(int(size[1])), size[0].replace('"', ""), line)
-        if (blocks := re.search(r'"num_cpu_blocks": ([1-9]\d*)', text)) is not None:
-            self.put("tiers.host.blocks", int(blocks[1]), blocks[0].replace('"', ""), line)
-        self._take_secondary_tiers(value, line)
-        ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
-        if isinstance(value, dict) and names == [CONNECTOR]:
-            if rest := {name: one for name, one in value.items() if ours.get(name) != one}:
-                self.put(f"{ARGUMENTS}kv_transfer_config", rest, line=line)
+    def _replace_connector(self) -> None:
+        """Take over what kvbm does not set itself of the connector, and the sizes and the directory of another one."""
+        entry = entry_at(self.document, ("engine", "arguments", _TRANSFER))
+        if entry is None:
             return
-        reason = _PAIR if _PAIR_CONNECTORS & set(names) else "kvbm replaces this connector"
-        self.leave(f"--kv-transfer-config with {', '.join(dict.fromkeys(names)) or text}", reason, line)
-
-    def _take_secondary_tiers(self, value: Any, line: int) -> None:
-        """Take over the first directory among the secondary tiers of vLLM's OffloadingConnector."""
-        extra = value.get("kv_connector_extra_config") if isinstance(value, dict) else None
-        tiers = extra.get("secondary_tiers") if isinstance(extra, dict) else None
-        for tier in tiers if isinstance(tiers, list) else ():
-            if isinstance(tier, dict) and tier.get("type") == "fs":
-                size, directory = tier.get("max_bytes"), tier.get("root_dir")
-                if type(size) is int and size > 0:
-                    self.put("tiers.disk.capacity", exact_size(size), f"max_bytes: {size}", line)
-                if isinstance(directory, str):
-                    self.put("tiers.disk.directory", directory, "root_dir", line)
-                return
+        remove_mistaken(self.document, [Mistake("", "", key=f"{ARGUMENTS}{_TRANSFER}")])
+        line = entry.source.line or 0
+        value = entry.value if entry.section is None else plain_values(entry.section)
+        self.connector = value
+        leaves = list(_leaves(value))
+        for name, one in leaves:
+            key = table("connector").get(name, "")
+            is_valid = isinstance(one, str) if key.endswith("directory") else type(one) is int and one > 0
+            if key and is_valid and entry_at(self.document, key.split(".")) is None:
+                self.put(key, exact_size(one) if key.endswith("capacity") else one, f"{name}: {one}", line)
+        names = [str(one) for name, one in leaves if name == "kv_connector"]
+        if names == [CONNECTOR] and isinstance(value, dict):
+            ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
+            if rest := {name: one for name, one in value.items() if ours.get(name) != one}:
+                self.put(f"{ARGUMENTS}{_TRANSFER}", rest, line=line)
+            return
+        reason = _pairs()["reason"] if {*_pairs()["names"]} & {*names} else "kvbm replaces this connector"
+        self.leave(f"--kv-transfer-config with {', '.join(dict.fromkeys(names)) or json.dumps(value)}", reason, line)
 
     def _take_storage(self, value: dict[str, Any], line: int) -> None:
         """Take over what SGLang reads of its storage's configuration, and the configuration of kvbm if it is that."""
@@ -418,16 +348,16 @@ class _Draft:
             self.leave(f"{_STORAGE} with {', '.join(map(str, others))}", "kvbm replaces this storage", line)
 
     def _take_variable(self, name: str, word: Word) -> None:
-        reason = next((why for pattern, why in _LEFT_VARIABLES if re.fullmatch(pattern, name)), None)
+        reason = reason_to_leave("left_variables", name, {""})
+        key = table("lmcache").get(name, "")
         if name in STORE_VARIABLES:
             self.leave(name, _OF_STORE, word.line)
         elif variable_names({name: ""}):
             self._is_unknown(name, word)
-        elif name in OF_LMCACHE and not word.unknown and word not in ("", "0"):
-            if name.endswith("DISK"):
-                self.put(OF_LMCACHE[name][0], word.removeprefix("file://"), f"{name}={word}", word.line)
-            else:
-                self._put_size_per_rank(OF_LMCACHE[name][0], word, f"{name}={word}")
+        elif key.endswith("directory") and word and not word.unknown:
+            self.put(key, word.removeprefix("file://"), f"{name}={word}", word.line)
+        elif key and not word.unknown and word not in ("", "0"):
+            self._put_size_per_rank(key, word, f"{name}={word}")
         elif reason is not None or has_secret(name, str(word)):
             self.leave(name, reason or NO_SECRETS, word.line)
         elif not self._is_unknown(name, word):
@@ -508,9 +438,43 @@ def _parsed(word: Word) -> Any:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        return value if is_writable(value) else text
+        return value if _is_writable(value) else text
     if re.fullmatch(r"0|-?[1-9]\d{0,17}", text):
         return int(text)
     if re.fullmatch(r"-?(?:0|[1-9]\d{0,8})\.\d{0,8}[1-9]", text):
         return float(text)
     return {"true": True, "false": False}.get(text, text) if word.is_plain else text
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of YAML with its numbers, booleans and nulls."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return plain_scalar(str(value)) if isinstance(value, Word) and value.is_plain else value
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that have no section, at any depth, without those of tiers of another type than `fs`."""
+    for name, one in value.items() if isinstance(value, dict) and value.get("type", "fs") == "fs" else ():
+        inside = one if isinstance(one, list) else [one]
+        if not any(isinstance(two, dict) for two in inside):
+            yield name, one
+        for two in inside:
+            yield from _leaves(two)
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether the keys of a profile can hold this value: its levels and its keys are limited."""
+    inside = [value]
+    for _ in range(MAX_DEPTH):
+        if any(len(str(key)) > MAX_KEY for one in inside if isinstance(one, dict) for key in one):
+            return False
+        parts = [one.values() if isinstance(one, dict) else one for one in inside if isinstance(one, dict | list)]
+        inside = [two for part in parts for two in part]
+    return not inside
+
+
+def _pairs() -> Mapping[str, Any]:
+    return table("connectors_of_pairs")

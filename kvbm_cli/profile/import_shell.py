@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import STARTS, Container, Launch, Left, Word, contained, started
+from kvbm_cli.profile.import_launch import OTHER_FILES, STARTS, Container, Launch, Left, Word, contained, started
 from kvbm_cli.profile.import_secrets import names_secret
 
 MAX_INSERTED = 1 << 20  # characters
 MAX_DEPTH = 8
 MAX_LAUNCHES = 200
+MARKS = {0: None, 0xE000: None, 0xE001: None}  # the characters that stand around words and what is not resolved
 
 _SINGLE, _DOUBLE = r"'[^']*'", r"\"(?:\\.|[^\"\\])*\""
-_BRACES = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
 _ROUND = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _ASIDE = rf"\${_ROUND}|`[^`]*`|\{{\{{[^{{}}]*\}}\}}|\ue000[^\ue001]*\ue001"  # commands, templates, and marked text
-_TOKEN = re.compile(
-    rf"(?P<blank>[ \t\r]+|\\\n|\#[^\n]*)|(?P<end>[\n;&|()]+)|(?P<away>\d*[<>]+[&|]?[ \t]*)"
-    rf"|(?P<array>[A-Za-z_]\w*\+?=\((?:{_SINGLE}|{_DOUBLE}|{_ASIDE}|\#[^\n]*|[^()'\"])*+\))"
-    rf"|(?P<word>(?:\\.|{_SINGLE}|{_DOUBLE}|{_ASIDE}|{_BRACES}|[^\s;&|()<>'\"\\])+)",
+_VARIABLE = (
+    r"(?P<braces>\$\{(?:[^{}]|\{[^{}]*\})*\})|(?P<name>\$(?:[A-Za-z_]\w*|[0-9@*?$#]))"
+    rf"|(?P<aside>{_ASIDE})"
+)
+_PIECE = re.compile(
+    r"(?P<blank>[ \t\r]+|\\\n|(?<![^\s;&|()])\#[^\n]*)|(?P<end>[\n;&|()]+)"
+    r"|(?P<placeholder><[A-Za-z][\w.-]*(?: [\w.-]+)*>)|(?P<away>\d*[<>]+[&|]?[ \t]*)"
+    rf"|(?P<array>[A-Za-z_]\w*\+?=\((?:{_SINGLE}|{_DOUBLE}|{_ASIDE}|\#[^\n]*|[^()'\"])*+\))|{_VARIABLE}"
+    rf"|(?P<single>{_SINGLE})|\$'(?P<ansi>(?:\\.|[^'\\])*)'|(?P<double>{_DOUBLE})|\\(?P<escaped>.)|(?P<plain>[^\s;&|()<>'\"\\$`{{\ue000]+|.)",
     re.DOTALL,
 )
-_VARIABLE = rf"(?P<braces>{_BRACES})|\$(?P<name>[A-Za-z_]\w*|[0-9@*?$#])|(?P<aside>{_ASIDE})"
-_PIECE = re.compile(
-    rf"{_VARIABLE}|(?P<single>{_SINGLE})|(?P<double>{_DOUBLE})|\\(?P<escaped>.)|[^$`{{'\"\\\ue000]+|.", re.DOTALL
-)
-_PIECE_IN_QUOTES = re.compile(rf"{_VARIABLE}|\\(?P<escaped>[\"\\$`\n])|[^$`{{\\\ue000]+|.", re.DOTALL)
+_PIECE_IN_QUOTES = re.compile(rf"{_VARIABLE}|\\(?P<escaped>[\"\\$`\n])|(?P<plain>[^$`{{\\\ue000]+|.)", re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BODY = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?:\[[@*]\])?(?::?([-=+])(.*))?", re.DOTALL)
 _ARRAY = re.compile(r'"\$(?:@|\{\w+\[@\]\})"')
 _MARKED = re.compile("\ue000([^\ue001]*)\ue001")
@@ -41,11 +43,10 @@ _OPTION = re.compile("\ue000\\$\\{?(?:[0-9]|OPTARG)")  # what a script is given
 _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _HERE = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)")
-_TARGET = re.compile(r">[ \t]*(?:[^\s<>;|&]*/)?([^\s<>;|&/]+)|\btee\s+(?:[^\s<>;|&]*/)?([^\s<>;|&/-]+)")
+_TARGET = re.compile(r"(?:>|\btee\b)[ \t]*(?:[^\s<>;|&]*/)?([^\s<>;|&/-][^\s<>;|&/]*)")
 _OPENS, _CLOSES = frozenset({"if", "while", "until", "for", "case"}), frozenset({"fi", "done", "esac"})
-_IN_FRONT = frozenset({"then", "else", "elif", "do", "{", "!", "time", "exec", "command"}) | _OPENS
-_TESTS = frozenset({"[", "[[", "test"})
 _DECLARES = frozenset({"export", "declare", "readonly", "typeset", "local"})
+_IN_FRONT = _OPENS | _DECLARES | {"then", "else", "elif", "do", "{", "!", "time", "exec", "command"}
 _NO_START = re.compile(
     r"echo|printf|pkill|pgrep|grep|which|type|trap|alias|curl|git|sed|awk|logger|log|info|warn|error|die|usage"
     r"|[A-Z][a-z]+"  # prose begins like this, and programs do not
@@ -53,8 +54,6 @@ _NO_START = re.compile(
 _BEHIND = re.compile(r"-[a-z]*c|--")  # in front of a script
 _ELSEWHERE = frozenset({"ssh", "kubectl", "oc"})  # these run a command on another machine
 _LISTED = "conditions and loops are not evaluated; every command is read once"
-_ENV_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=\s*(.*)")
-_END_OF_QUOTE = {quote: re.compile(rf"{quote}(?:\s*$|\s+#)") for quote in "'\""}
 
 
 class OpenQuote(ProfileError):
@@ -74,73 +73,43 @@ def finished(word: Word) -> Word:
     return Word(_MARKED.sub(r"\1", word), word.line, unknown=found[1], is_plain=word.is_plain)
 
 
-def read_variables_file(text: str) -> Launch | None:
-    """Return the variables of an env file, None if a line is not one."""
-    lines = [(at, line) for at, line in enumerate(text.splitlines(), start=1) if not re.match(r"\s*(#|$)", line)]
-    found = [(_ENV_LINE.fullmatch(line), at) for at, line in lines]
-    values = {match[1]: Word(_env_value(match[2]), at) for match, at in found if match is not None}
-    return Launch("environment", None, environment=values) if values and all(match for match, _ in found) else None
-
-
-def _env_value(text: str) -> str:
-    """Return what the last quote like the first one ends, else the text in front of a comment."""
-    quote = _END_OF_QUOTE.get(text[:1])
-    ends = [found.start() for found in quote.finditer(text, 1)] if quote is not None else []
-    return text[1 : ends[-1]] if ends else re.split(r"\s#", text, maxsplit=1)[0].rstrip()
-
-
 def inserted(word: Word) -> Word:
     """Return the word with its variables inserted, as Compose does: `$$` is one `$`."""
-    return Word(
-        CommandText().quoted(word.replace("\\", "\\\\").replace("$$", "\\$")), word.line, is_plain=word.is_plain
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class HereDocument:
-    text: str
-    line: int
-    is_quoted: bool
-    target: str  # the file that it becomes, empty for none
+    text = CommandText().quoted(word.replace("\\", "\\\\").replace("$$", "\\$"))
+    return Word(text, word.line, is_plain=word.is_plain)
 
 
 class CommandText:
     """What a text sets, and the engines that it starts. A variable has the value that it has at that place."""
 
-    def __init__(
-        self, environment: Mapping[str, Word] | None = None, arguments: Sequence[Word] | None = None, *, spent: int = 0
-    ) -> None:
+    def __init__(self, environment: Mapping[str, Word] | None = None, *, spent: int = 0) -> None:
         self.variables: dict[str, list[str]] = {name: [word] for name, word in (environment or {}).items()}
         self.exported = dict.fromkeys(environment or ())
         self.launches: list[Launch] = []
         self.left: dict[str, Left] = {}
-        self.documents: list[HereDocument] = []
+        self.documents: list[tuple[str, Word]] = []  # here documents with the files that they become, empty for none
         self.spent = spent  # characters that variables inserted
         self.open_conditions = 0
-        self.is_after_test = False
-        if arguments is not None:
-            self.variables["@"] = [*arguments]
-            for at, one in enumerate(arguments, start=1):
-                self.variables[str(at)] = [one]
 
     def read(self, text: str, line: int = 1, depth: int = 0) -> list[Launch]:
         """Return the engines that the text starts; those of here documents are read if there is no other."""
         if depth > MAX_DEPTH:
             raise ProfileError(f"line {line}: more than {MAX_DEPTH} scripts inside each other")
         first = len(self.documents)
-        for words in self.commands(self._without_documents(text, line), line):
-            self._command(words, depth)
-        for one in self.documents[first:]:
-            is_script = one.text.startswith("#!") or one.target.endswith((".sh", ".sbatch", ".slurm"))
-            if STARTS.search(one.text) and (not one.target or (is_script and not self.launches)):
-                self._nest(one.text if one.is_quoted else one.text.replace("\\$", "$"), one.line, depth, inherits=True)
+        for words, is_conditional in self._commands(self._without_documents(text, line), line):
+            self._command(words, depth, is_conditional=is_conditional)
+        for target, inside in self.documents[first:]:
+            is_script = inside.startswith("#!") or target.endswith((".sh", ".sbatch", ".slurm"))
+            if STARTS.search(inside) and (not target or (is_script and not self.launches)):
+                self._nest(inside, depth, variables=self.variables, exported=self.exported)
         return self.results()
 
     def results(self) -> list[Launch]:
-        files = {one.target: one.text for one in self.documents}
-        return [
-            replace(one, left=(*one.left, *self.left.values()), files={**files, **one.files}) for one in self.launches
-        ]
+        left, files = self.left.values(), dict(self.documents)
+        return [replace(one, left=(*one.left, *left), files={**files, **one.files}) for one in self.launches]
+
+    def words(self, text: str, line: int) -> list[Word]:
+        return [word for command, _ in self._commands(text, line) for word in command]
 
     def _without_documents(self, text: str, first: int) -> str:
         """Take here documents out of a text; empty lines take their place."""
@@ -149,76 +118,79 @@ class CommandText:
         kept: list[str] = []
         at = 0
         while at < len(lines):
-            kept.append(lines[at])
-            match, at = _HERE.search(lines[at]), at + 1
+            line, at = lines[at], at + 1
+            kept.append(line)
+            match = _HERE.search(line)
             if match is None or ends.get(match[2], -1) < at:
                 continue
             end = next(there for there in range(at, len(lines)) if lines[there].strip() == match[2])
-            target = _TARGET.search(kept[-1])
-            name = (target[1] or target[2]) if target is not None else ""
-            inside = "".join(f"{line}\n" for line in lines[at:end])
-            self.documents.append(HereDocument(inside, first + at, bool(match[1]), name))
+            target = _TARGET.search(line)
+            inside = "".join(f"{one}\n" for one in lines[at:end])
+            inside = inside if match[1] else inside.replace("\\$", "$")
+            self.documents.append((target[1] if target is not None else "", Word(inside, first + at)))
             kept += [""] * (end + 1 - at)
             at = end + 1
         return "\n".join(kept)
 
-    def commands(self, text: str, line: int) -> Iterator[list[Word]]:
+    def _commands(self, text: str, line: int) -> Iterator[tuple[list[Word], bool]]:
+        """Yield the words of each command, and whether the success of the one in front of it decides about it."""
         words: list[Word] = []
-        at, is_target = 0, False
-        while at < len(text):
-            if (match := _TOKEN.match(text, at)) is None:
-                raise OpenQuote(f"line {line}: a quote is not closed")
-            if match["end"] and words:
-                yield words
-                words = []
-            elif match["array"]:
-                name, _, inside = match[0][:-1].partition("=(")
-                found = [str(word) for command in self.commands(inside, line) for word in command]
+        word: list[str] | None = None  # the parts of the word that is read
+        first, is_target, is_conditional = line, False, False
+        for piece in _PIECE.finditer(f"{text}\n"):
+            kind = str(piece.lastgroup)
+            if kind in ("blank", "end", "away"):
+                if word is not None:
+                    words += [] if is_target else [Word("".join(word), first)]
+                    word, is_target = None, False
+                if kind == "end":
+                    if words:
+                        yield words, is_conditional
+                        words, is_conditional = [], False
+                    is_conditional = is_conditional or "&&" in piece[0] or "||" in piece[0]
+                is_target = kind == "away" or (is_target and kind == "blank")
+            elif kind == "array":
+                name, _, inside = piece[0][:-1].partition("=(")
                 before = self.variables.get(name[:-1], []) if name.endswith("+") else []
                 self._count(len(before))
-                self._set(name.rstrip("+"), before + found)
-            elif match["word"] and not is_target:
-                words += self._words(match[0], line)
-            at, is_target = match.end(), match["away"] is not None
-            line += match[0].count("\n")
-        if words:
-            yield words
+                self._set(name.rstrip("+"), [*before, *self.words(inside, line)])
+            elif piece[0] in ("'", '"'):
+                raise OpenQuote(f"line {line}: a quote is not closed")
+            else:
+                parts = self._parts(kind, piece[0])
+                if kind in ("braces", "name") and not (word and _ASSIGNED.match(word[0])):
+                    parts = [field for part in parts for field in _FIELD.findall(part)]
+                first = line if word is None else first
+                for at, part in enumerate(parts):
+                    if at and word is not None:
+                        words.append(Word("".join(word), first))
+                    word = [part] if at or word is None else [*word, part]
+            line += piece[0].count("\n")
 
-    def _words(self, token: str, line: int) -> list[Word]:
-        """Return the word, or several if a variable without quotes has several."""
-        fields: list[str] = []
-        text: list[str] = []  # of the last field
-        is_there, assigned = False, _ASSIGNED.match(token)
-        for piece in _PIECE.finditer(token):
-            parts = self._value(piece)
-            if (piece["braces"] or piece["name"]) and (assigned is None or piece.start() < assigned.end()):
-                parts = [one for part in parts for one in _FIELD.findall(part)]
-            if parts:
-                is_there = True
-                text.append(parts[0])
-                if len(parts) > 1:
-                    fields += ["".join(text), *parts[1:-1]]
-                    text = [parts[-1]]
-        return [Word(one, line) for one in [*fields, "".join(text)]] if is_there else []
-
-    def _value(self, piece: re.Match[str]) -> list[str]:
-        """Return what stands for a piece of a word."""
-        given = piece.groupdict()
-        if given["braces"] or given["name"]:
-            return self._variable(given["name"] or given["braces"][2:-1], piece[0])
-        if given["aside"]:
-            return [marked(given["aside"])]
-        if given["escaped"] is not None:
-            return [given["escaped"].replace("\n", "")]
-        if given.get("double") is None:
-            return [given["single"][1:-1] if given.get("single") else piece[0]]
-        if _ARRAY.fullmatch(piece[0]):
-            return self._variable(piece[0][1:-1].strip("${}"), piece[0][1:-1])
-        return [self.quoted(piece[0][1:-1])]
+    def _parts(self, kind: str, text: str) -> list[str]:
+        """Return what stands for a piece of a word: several words for some variables."""
+        if kind == "braces" or kind == "name":
+            return self._variable(text[2:-1] if kind == "braces" else text[1:], text)
+        if kind in ("aside", "placeholder"):
+            return [marked(text)]
+        if kind == "escaped":
+            return [text[1:].replace("\n", "")]
+        if kind == "single":
+            return [text[1:-1]]
+        if kind == "ansi":
+            return [_ESCAPED.sub(lambda found: {"n": "\n", "t": "\t"}.get(found[1], found[1]), text[2:-1])]
+        if kind == "double" and _ARRAY.fullmatch(text):
+            return self._variable(text[1:-1].strip("${}"), text[1:-1])
+        if kind == "double":
+            return [self.quoted(text[1:-1])]
+        return [text]
 
     def quoted(self, text: str) -> str:
         """Return the text in double quotes with its variables inserted."""
-        return "".join(" ".join(self._value(piece)) for piece in _PIECE_IN_QUOTES.finditer(text))
+        pieces = _PIECE_IN_QUOTES.finditer(text)
+        return "".join(
+            one[0] if one["plain"] is not None else " ".join(self._parts(str(one.lastgroup), one[0])) for one in pieces
+        )
 
     def _variable(self, body: str, written: str) -> list[str]:
         match = _BODY.fullmatch(body)
@@ -242,40 +214,45 @@ class CommandText:
         if self.spent > MAX_INSERTED:
             raise ProfileError(f"variables insert more than {MAX_INSERTED >> 10} KiB of text")
 
-    def _command(self, words: list[Word], depth: int) -> None:
-        at, is_conditional, self.is_after_test = 0, self.is_after_test, False
+    def _command(self, words: list[Word], depth: int, *, is_conditional: bool) -> None:
         assigned: dict[str, Word] = {}
-        while at < len(words) and ((match := _ASSIGNED.match(words[at])) or words[at] in _IN_FRONT):
-            word = words[at]
-            at += 1
-            if match is not None:
-                assigned[match[1]] = self._assigned(match, word)
+        declares: Word | None = None
+        at = 0
+        for word in words:
+            if match := _ASSIGNED.match(word):
+                before = " ".join(self.variables.get(match[1], [])) if match[2] else ""
+                self._count(len(before))
+                assigned[match[1]] = Word(f"{before}{word[match.end() :]}", word.line)
             elif word in _OPENS:
-                self.open_conditions += 1
                 self.left.setdefault("if", Left(word, _LISTED, word.line))
-                if word == "for" and at < len(words):
-                    self.variables[str(words[at])] = [marked(f"${words[at]}")]
-        del words[:at]
+                self.open_conditions += 1
+                if word == "for" and words[at + 1 :]:
+                    self.variables[str(words[at + 1])] = [marked(f"${words[at + 1]}")]
+            elif word in _DECLARES:
+                declares = word
+            elif declares == "export":
+                self.exported[str(word)] = None
+            elif declares is None and word not in _IN_FRONT:
+                break
+            at += 1
+        words = words[at:]
         name = words[0].rpartition("/")[2] if words else ""
-        if name in _CLOSES:
+        if not words:
+            for variable, value in assigned.items():
+                self._set(variable, [value], is_conditional=is_conditional)
+            if declares == "export":
+                self.exported |= dict.fromkeys(assigned)
+        elif name in _CLOSES:
             self.open_conditions = max(0, self.open_conditions - 1)
-        elif name in _TESTS:
+        elif name in ("[", "[[", "test"):
             self.left.setdefault("if", Left(name, _LISTED, words[0].line))
-            self.is_after_test = True
-        elif not words:
-            for variable, word in assigned.items():
-                self._set(variable, [word], is_conditional=is_conditional)
-        elif name in _DECLARES:
-            self._declare(words, is_conditional=is_conditional)
         elif name == "unset":
             for one in words[1:]:
                 self.variables.pop(one, None)
                 self.exported.pop(one, None)
-        elif name == "eval":
-            self.read(" ".join(words[1:]), words[0].line, depth + 1)
         elif name in ("source", ".") and len(words) > 1:
             what = f"{name} {finished(words[1])}"
-            self.left.setdefault(what, Left(what, "other files are not read", words[0].line))
+            self.left.setdefault(what, Left(what, OTHER_FILES, words[0].line))
         else:
             self.find(words, assigned, depth)
 
@@ -292,34 +269,27 @@ class CommandText:
         if container is not None:
             image, words = container.image, container.words
             left = tuple(replace(one, what=str(finished(Word(one.what)))) for one in container.left)
-        is_entered = container is None or container.is_entered
-        if (found := started(words, image if is_entered else "")) is not None:
+        if (found := started(words, image)) is not None:
             environment = self._environment_of(container, name, assigned)
-            environment |= {
-                one[1]: Word(word[one.end() :], word.line)
-                for word in words[: found.at]
-                if (one := _ASSIGNED.match(word)) and not one[2]
-            }
             if len(self.launches) == MAX_LAUNCHES:
                 raise ProfileError(f"more than {MAX_LAUNCHES} commands start an engine")
-            if "--help" not in found.words:
-                launch = Launch(
-                    f"line-{line}",
-                    found.kind,
-                    tuple(map(finished, found.words)),
-                    {name: finished(word) for name, word in environment.items()},
-                    line=line,
-                    left=left,
-                    command=found.command,
-                    image=str(finished(Word(image))),
-                )
-                self.launches.append(launch)
+            for word in words[: len(words) - len(found.words)]:
+                if (one := _ASSIGNED.match(word)) and not one[2]:
+                    environment[one[1]] = Word(word[one.end() :], word.line)
+            environment = {name: finished(word) for name, word in environment.items()}
+            given = tuple(map(finished, found.words))
+            launch = replace(found, name=f"line-{line}", words=given, environment=environment, left=left, line=line)
+            self.launches += [] if "--help" in found.words else [launch]
             return
         for at, word in enumerate(words):
             is_script = at > 0 and _BEHIND.fullmatch(words[at - 1]) and "$" in word
-            if is_script or (STARTS.search(word) and re.search(r"\s", word)):
-                before, environment = len(self.launches), self._environment_of(container, name, assigned)
-                self._nest(word, word.line, depth, environment=environment, arguments=words[at + 2 :])
+            if is_script or (re.search(r"\s", word) and STARTS.search(_MARKED.sub("", word))):
+                environment, arguments = self._environment_of(container, name, assigned), words[at + 2 :]
+                variables: dict[str, list[str]] = {name: [one] for name, one in environment.items()}
+                variables["@"] = [*arguments]
+                variables.update((str(number), [one]) for number, one in enumerate(arguments, start=1))
+                before = len(self.launches)
+                self._nest(word, depth, variables=variables, exported=dict.fromkeys(environment))
                 self.launches[before:] = [replace(one, left=(*left, *one.left)) for one in self.launches[before:]]
 
     def _environment_of(
@@ -333,38 +303,17 @@ class CommandText:
         return {name: Word(text, getattr(text, "line", 0)) for name, text in found.items()} | dict(assigned or {})
 
     def _nest(
-        self,
-        text: str,
-        line: int,
-        depth: int,
-        *,
-        environment: Mapping[str, Word] | None = None,
-        arguments: Sequence[Word] | None = None,
-        inherits: bool = False,
+        self, text: Word, depth: int, *, variables: Mapping[str, list[str]], exported: Mapping[str, None]
     ) -> None:
-        self._count(len(text) + len(environment or ()) + len(arguments or ()))
-        inside = CommandText(environment, arguments, spent=self.spent)
-        if inherits:
-            inside.variables, inside.exported = dict(self.variables), dict(self.exported)
-        inside.read(text, line, depth + 1)
+        """Read a text that this one contains."""
+        self._count(len(text) + len(variables))
+        inside = CommandText(spent=self.spent)
+        inside.variables, inside.exported = dict(variables), dict(exported)
+        inside.read(text, text.line, depth + 1)
         self.spent = inside.spent
         self.launches += inside.launches
         self.documents += inside.documents
         self.left |= inside.left
-
-    def _declare(self, words: list[Word], *, is_conditional: bool) -> None:
-        for word in words[1:]:
-            match = _ASSIGNED.match(word)
-            if match is not None:
-                self._set(match[1], [self._assigned(match, word)], is_conditional=is_conditional)
-            if words[0] == "export" or "-x" in words:
-                self.exported[match[1] if match is not None else str(word)] = None
-
-    def _assigned(self, match: re.Match[str], word: Word) -> Word:
-        """Return the value of `NAME=value` or `NAME+=value`."""
-        before = " ".join(self.variables.get(match[1], [])) if match[2] else ""
-        self._count(len(before))
-        return Word(f"{before}{word[match.end() :]}", word.line)
 
     def _set(self, name: str, value: list[str], *, is_conditional: bool = False) -> None:
         """Set a variable. Of two values that a condition decides, none is chosen; more words of the same are taken, and

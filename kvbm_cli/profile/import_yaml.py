@@ -1,15 +1,15 @@
 """Reads the starts of engines from YAML: manifests of Kubernetes, values of Helm charts, Compose files, and files with
 options of TensorRT-LLM or flags of vLLM.
 
-A container is found by its place (`containers`, `mainContainer`), so every kind of object with a pod in it is read. It
-inherits what surrounds it: names, model, parallelism.
+A mapping with a command or arguments is a container, wherever it stands, so every kind of object with a pod in it is
+read. It inherits what surrounds it: name, variables, model, parallelism.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -19,37 +19,28 @@ from kvbm.config.key_list import OWN
 from kvbm.config.spelling import snake_case
 from kvbm.engines.table import KINDS
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import MAX_DEPTH, STARTS, Launch, Left, Word
-from kvbm_cli.profile.import_secrets import NO_SECRETS, names_secret
+from kvbm_cli.profile.import_launch import MAX_DEPTH, NOT_SHOWN, OTHER_FILES, STARTS, Launch, Left, Word, table
+from kvbm_cli.profile.import_secrets import names_secret
 from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, finished, inserted, marked
+from kvbm_cli.profile.import_text import read_page
 
 MAX_NODES = 50_000
 MAX_VARIABLES = 1000
 CHARACTERS_PER_VALUE = 100
 MAX_ARGUMENT = 1 << 14  # characters; variables insert variables
 _IN_ARGUMENT = re.compile(r"\$\((\w+)\)|\{\{[^{}]*\}\}")  # of Kubernetes, and of Helm
-_ROLES = ("prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "predictor")
+_NAMED = frozenset({"prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "predictor"})
+_COMMAND = ("entrypoint", "command", "args")
 _MORE_ARGUMENTS = "VLLM_ADDITIONAL_ARGS"  # of KServe
+_ELSEWHERE = {
+    **dict.fromkeys(("envFrom", "envFromSecret"), "the variables are not in this file"),
+    "env_file": OTHER_FILES,
+}
 _TEMPLATE = re.compile(r"^[ \t]*\{\{", re.MULTILINE)
 _TEMPLATE_LINE = re.compile(r"^[ \t]*\{\{[^{}\n]*\}\}[ \t]*$", re.MULTILINE)
 _IN_TEMPLATE = re.compile(r"\{\{([^{}\n]*)\}\}")
 _NOT_FILLED_IN = Left("{{", "templates are not filled in, and their conditions are not evaluated")
 _TEMPLATE_HINT = "this is a template of Helm, not a profile; `helm template` shows the manifests that it makes"
-_ELSEWHERE = "the variables are not in this file"
-_FILES = "other files are not read"
-_OF_MODEL_SPEC = {  # of production-stack, and the flag
-    "modelRevision": "revision",
-    "enableLoRA": "enable_lora",
-    "enableTool": "enable_auto_tool_choice",
-    "toolCallParser": "tool_call_parser",
-}
-_LEFT_OF_MODEL_SPEC = {
-    "hf_token": NO_SECRETS,
-    "raySpec": "kvbm starts no cluster of Ray",
-    "lmcacheConfig": "kvbm replaces LMCache; only its sizes are carried over",
-    "chatTemplate": "the template is not in this file",
-    **dict.fromkeys(("v0", "v1"), "it chooses an engine of an old vLLM"),
-}
 
 
 def read_yaml(text: str, line: int = 1) -> list[Launch]:
@@ -58,9 +49,12 @@ def read_yaml(text: str, line: int = 1) -> list[Launch]:
     documents = [one for one in _documents(text, line) if isinstance(one, dict)]
     maps = [_section(one, "data") for one in documents if one.get("kind") == "ConfigMap"]
     files = {str(name): str(inside) for data in maps for name, inside in data.items()}
-    found: dict[str, Launch] = {}
     launches = [launch for one in documents for launch in _launches(one)]
-    for launch in launches or [launch for one in documents for launch in _anywhere(one, {})]:
+    if not launches:
+        found_in_texts = (_EngineSearch(one, with_texts=True).below(one, Launch("", None)) for one in documents)
+        launches = [launch for found in found_in_texts for launch in found if launch.words]  # else it may be prose
+    found: dict[str, Launch] = {}
+    for launch in launches:
         if len(found) == MAX_LAUNCHES:
             raise ProfileError(f"more than {MAX_LAUNCHES} containers start an engine")
         names = (launch.name, *(f"{launch.name}-{count}" for count in range(2, MAX_LAUNCHES + 2)))
@@ -135,108 +129,134 @@ def _value(node: Any, count: list[int], depth: int = 0) -> Any:
 
 
 def _launches(document: Any) -> Iterator[Launch]:
-    if specs := _list(_section(document, "servingEngineSpec"), "modelSpec"):
+    """Yield the engines that the keys of a document start."""
+    names = {name.replace("-", "_") for name in document}
+    engine = next((engine for engine, kind in KINDS.items() if names & kind.signs and not names & OWN), None)
+    if specs := _list(document, "servingEngineSpec", "modelSpec"):
         yield from (_of_production_stack(one) for one in specs if isinstance(one, dict))
-    elif "apiVersion" not in document and (services := _section(document, "services")):
-        for service, inside in services.items():
-            yield from _of_compose(service, inside)
-    elif (engine := _engine_of_options(document)) is not None:
+    elif engine is not None:
         yield Launch("options", engine, options=document)
     else:
-        yield from _containers(document, Launch("", None))
+        yield from _EngineSearch(document).below(document, Launch("", None))
 
 
-def _engine_of_options(document: Any) -> str | None:
-    """Return the engine whose options or flags the document has."""
-    names = {name.replace("-", "_") for name in document}
-    if names & OWN:
-        return None
-    return next((engine for engine, kind in KINDS.items() if names & kind.signs), None)
+@dataclass(slots=True)
+class _EngineSearch:
+    """Finds engines in the parts of a document, also in texts and lists that are no commands of a container."""
 
+    document: Any
+    with_texts: bool = False
 
-def _containers(value: Any, scope: Launch) -> Iterator[Launch]:
-    """Yield the engines in this part of a document. `scope` has what the parents say about them."""
-    if isinstance(value, list):
-        for one in value:
-            name = _word(one, "name") if _section(one, "podTemplate") else None  # of Dynamo
-            yield from _containers(one, _below(scope, name) if name else scope)
-    if not isinstance(value, dict):
-        return
-    scope = _within(value, scope)
-    for key, inside in value.items():
-        if key in ("containers", "mainContainer"):
-            for one in inside if isinstance(inside, list) else [inside]:
-                yield from _of_container(one, scope)
-        elif key == "model" and _section(inside, "modelFormat").get("name") in ("huggingface", "vllm"):  # of KServe
-            yield from _of_container({**inside, "command": [Word("vllm"), Word("serve")]}, scope)
-        elif key == "services" and isinstance(inside, dict):
-            for name, service in inside.items():
-                yield from _containers(service, _below(scope, name))
-        elif key != "initContainers":
-            yield from _containers(inside, _below(scope, key) if key in _ROLES else scope)
+    @property
+    def is_compose(self) -> bool:
+        return "services" in self.document and "apiVersion" not in self.document
 
+    def below(self, value: Any, scope: Launch, key: str = "") -> Iterator[Launch]:
+        """Yield the engines in this part. `scope` has what the parents say about them."""
+        if isinstance(value, list):
+            words = [one for one in value if isinstance(one, Word)] if self.with_texts else []
+            if any(one.endswith("\n") for one in words):  # lines, as in a notebook
+                value, words = [Word("".join(words), words[0].line)], []
+            found = _found(words, "", scope.environment) if words else []
+            yield from found
+            for one in () if found else value:
+                name = _word(one, "name") if _section(one, "podTemplate") else None  # of Dynamo
+                yield from self.below(one, _named(scope, name) if name else scope, key)
+        elif isinstance(value, Word) and self.with_texts and STARTS.search(value):
+            yield from read_page(value, scope.environment)
+        elif isinstance(value, dict):
+            scope = self._within(value, scope)
+            found = list(self._of_container(value, scope, key))
+            yield from found
+            for name, inside in () if found else value.items():
+                if name != "initContainers":
+                    is_named = name in _NAMED or key == "services"
+                    at = "services" if name == "services" and isinstance(inside, dict) else name
+                    yield from self.below(inside, _named(scope, name) if is_named else scope, at)
 
-def _below(scope: Launch, key: str) -> Launch:
-    return replace(scope, name=f"{scope.name}/{key}".strip("/"))
-
-
-def _within(value: Any, scope: Launch) -> Launch:
-    """Add what this mapping says about the engines in it."""
-    name, artifacts = _word(_section(value, "metadata"), "name"), _section(value, "modelArtifacts")
-    uri = _word(_section(value, "model"), "uri") or _word(_section(value, "model"), "storageUri")
-    uri = uri or _word(artifacts, "uri") or _word(artifacts, "name")
-    if uri is not None and uri.unknown:  # llm-d inserts the name into the URI
-        uri = _word(artifacts, "name") or uri
-    ranks = [(flag, _word(_section(value, "parallelism"), flag)) for flag in ("tensor", "data", "pipeline")]
-    words = [Word(f"--{flag}-parallel-size={size}", size.line) for flag, size in ranks if size and size != "1"]
-    cache = _section(value, "kvCacheOffloading") or _section(_section(value, "workload"), "kvCacheOffloading")
-    disks = [_word(_section(_section(one, "fileSystem"), "emptyDir"), "size") for one in _list(cache, "secondary")]
-    tiers = {"tiers.host.capacity": _word(cache, "cpu"), "tiers.disk.capacity": next(iter(disks), None)}
-    environment, left = _environment(_list(value, "envs"))
-    if "envFromSecret" in value:
-        left.append(Left("envFromSecret", _ELSEWHERE, _line(value, "envFromSecret")))
-    return replace(
-        scope,
-        name=str(name) if name is not None and "kind" in value else scope.name,
-        model=_model(uri) if uri is not None else scope.model,
-        words=(*scope.words, *words),
-        settings={**scope.settings, **{key: Word(f"{size}B", size.line) for key, size in tiers.items() if size}},
-        environment={**scope.environment, **environment},
-        left=(*scope.left, *left),
-    )
-
-
-def _of_container(container: Any, scope: Launch) -> Iterator[Launch]:
-    if not isinstance(container, dict):
-        return
-    environment, left = _environment(_list(container, "env"))
-    environment = {**scope.environment, **environment}
-    if container.get("envFrom"):
-        left.append(Left("envFrom", _ELSEWHERE, _line(container, "envFrom")))
-    words = [_argument(one, environment) for name in ("command", "args") for one in _list(container, name)]
-    for name in ("command", "args"):  # no list in some charts
-        if isinstance(given := container.get(name), Word):
-            words += _words(_argument(given, environment))
-    is_default = not words and scope.model is not None and "modelCommand" not in container  # of KServe
-    if is_default or container.get("modelCommand") == "vllmServe":
-        words = [Word("vllm"), Word("serve"), *words]
-    more = environment.pop(_MORE_ARGUMENTS, Word(""))
-    image = _word(container, "image") or _word(_section(container, "image"), "repository") or ""
-    is_replaced = container.get("command") and words and not words[0].startswith("-")  # the entry point of the image
-    for launch in _found(words, "" if is_replaced else image, environment):
-        yield replace(
-            launch,
-            name=scope.name or str(_word(container, "name") or "container"),
-            words=(*scope.words, *launch.words, *map(finished, _words(more, environment))),
-            settings=scope.settings,
-            left=(*launch.left, *scope.left, *left),
-            model=scope.model,
-            line=_line(container),
+    def _within(self, value: Any, scope: Launch) -> Launch:
+        """Add what this mapping says about the engines in it."""
+        name, model = _word(value, "metadata", "name"), _word(value, "modelArtifacts", "name")
+        places = (("model", "uri"), ("model", "storageUri"), ("modelArtifacts", "uri"))
+        uri = next((uri for place in places if (uri := _word(value, *place))), model)
+        if uri is not None and uri.unknown:  # llm-d inserts the name into the URI
+            uri = model or uri
+        ranks = [(flag, _word(value, "parallelism", flag)) for flag in ("tensor", "data", "pipeline")]
+        words = [Word(f"--{flag}-parallel-size={size}", size.line) for flag, size in ranks if size and size != "1"]
+        cache = _section(value, "kvCacheOffloading") or _section(value, "workload", "kvCacheOffloading")
+        disks = [_word(one, "fileSystem", "emptyDir", "size") for one in _list(cache, "secondary")]
+        tiers = {"tiers.host.capacity": _word(cache, "cpu"), "tiers.disk.capacity": next(iter(disks), None)}
+        variables = {**scope.environment}
+        left = [Left(str(key), reason, _line(value, key)) for key, reason in _ELSEWHERE.items() if value.get(key)]
+        for key in ("env", "envs", "environment"):
+            for variable, one, line in _variables(value.get(key)):
+                if one is None:
+                    left.append(Left(variable, NOT_SHOWN, line))
+                else:
+                    variables[variable] = self._argument(one, variables)
+        if len(variables) > MAX_VARIABLES:  # each mapping below copies them
+            raise ProfileError(f"more than {MAX_VARIABLES:,} variables")
+        return replace(
+            scope,
+            name=str(name) if name is not None and "kind" in value else scope.name,
+            model=_model(uri) if uri is not None else scope.model,
+            words=(*scope.words, *words),
+            settings={**scope.settings, **{key: Word(f"{size}B", size.line) for key, size in tiers.items() if size}},
+            environment=variables,
+            left=(*scope.left, *left),
         )
 
+    def _of_container(self, container: Any, scope: Launch, place: str) -> Iterator[Launch]:
+        is_place = place in ("containers", "mainContainer", "services")
+        is_of_kserve = place == "model" and _at(container, "modelFormat", "name") in ("huggingface", "vllm")
+        if not is_place and not is_of_kserve and not any(key in container for key in _COMMAND):
+            return
+        environment = dict(scope.environment)
+        words = [word for key in _COMMAND for word in self._words(container.get(key), environment)]
+        is_default = not words and scope.model is not None and "modelCommand" not in container and is_place
+        if is_default or is_of_kserve or container.get("modelCommand") == "vllmServe":
+            words = [Word("vllm"), Word("serve"), *words]
+        more = self._words(environment.pop(_MORE_ARGUMENTS, None), environment)
+        image = _word(container, "image") or _word(container, "image", "repository") or ""
+        is_command = not self.is_compose and container.get("command") and words and not words[0].startswith("-")
+        for launch in _found(words, "" if is_command or container.get("entrypoint") else image, environment):
+            yield replace(
+                launch,
+                name=scope.name or str(_word(container, "name") or "container"),
+                words=(*scope.words, *launch.words, *map(finished, more)),
+                settings=scope.settings,
+                left=(*launch.left, *scope.left),
+                model=scope.model,
+                line=scope.line or _line(container),
+            )
 
-def _words(text: Word, environment: Mapping[str, Word] | None = None) -> list[Word]:
-    return [word for command in CommandText(environment).commands(text, text.line) for word in command]
+    def _words(self, given: Any, environment: Mapping[str, Word]) -> list[Word]:
+        """Return the words of a command: a list, or a text that a shell splits."""
+        if isinstance(given, list):
+            return [self._argument(one, environment) for one in given if isinstance(one, Word)]
+        if isinstance(given, Word) and self.is_compose:
+            return CommandText().words(given.replace("$$", "\\$"), given.line)
+        text = self._argument(given, environment) if isinstance(given, Word) else Word("")
+        return CommandText(environment).words(text, text.line)
+
+    def _argument(self, word: Word, environment: Mapping[str, Word]) -> Word:
+        """Insert variables as Kubernetes does, `$(NAME)`, or as Compose does. One that is not set is not resolved, and
+        so are secrets, templates and what would become too long."""
+        if self.is_compose:
+            return inserted(word)
+        names = [found[1] for found in _IN_ARGUMENT.finditer(word)]
+        is_long = sum(len(environment.get(name, "")) for name in names) > MAX_ARGUMENT
+
+        def text(found: re.Match[str]) -> str:
+            value = environment.get(found[1])
+            is_hidden = is_long or value is None or finished(value).unknown or names_secret(found[1])
+            return marked(found[0]) if value is None or is_hidden else str(value)
+
+        return Word(_IN_ARGUMENT.sub(text, word), word.line, is_plain=word.is_plain)
+
+
+def _named(scope: Launch, key: Word) -> Launch:
+    return replace(scope, name=f"{scope.name}/{key}".strip("/"), line=key.line)
 
 
 def _found(words: list[Word], image: str, environment: Mapping[str, Word]) -> list[Launch]:
@@ -245,100 +265,39 @@ def _found(words: list[Word], image: str, environment: Mapping[str, Word]) -> li
     return script.results()
 
 
-def _anywhere(value: Any, environment: Mapping[str, Word]) -> Iterator[Launch]:
-    """Yield the engines that a text or a list in this document starts, where no container does."""
-    if isinstance(value, dict):
-        if isinstance(value.get("args") or value.get("command"), list):
-            yield from _of_container(value, Launch("", None))
-            return
-        given = {**_section(value, "env"), **_section(value, "envs")}  # of SkyPilot and of workflows
-        inner = {**environment, **{str(name): one for name, one in given.items() if isinstance(one, Word)}}
-        if len(inner) > MAX_VARIABLES:  # each list below copies them
-            raise ProfileError(f"more than {MAX_VARIABLES:,} variables")
-        for inside in value.values():
-            yield from _anywhere(inside, inner)
-    elif isinstance(value, list):
-        words = [one for one in value if isinstance(one, Word)]
-        if any(one.endswith("\n") for one in words):  # lines, as in a notebook
-            found = list(_anywhere(Word("".join(words), words[0].line), environment))
-        else:
-            found = _found(words, "", environment)
-        yield from found
-        for inside in () if found else value:
-            yield from _anywhere(inside, environment)
-    elif STARTS.search(value):
-        yield from CommandText(environment).read(value, value.line)
-
-
-def _of_compose(name: Word, service: Any) -> Iterator[Launch]:
-    if not isinstance(service, dict):
-        return
-    given = service.get("environment")
-    if isinstance(given, list):
-        pairs = [(one.partition("="), one.line) for one in given if isinstance(one, Word)]
-        given = {variable: Word(value, line) for (variable, _, value), line in pairs}
-    variables = given.items() if isinstance(given, dict) else ()
-    environment = {str(variable): inserted(one) for variable, one in variables if isinstance(one, Word)}
-    words: list[Word] = []
-    for one in (service.get("entrypoint"), service.get("command")):
-        if isinstance(one, Word):
-            words += _words(Word(one.replace("$$", "\\$"), one.line))
-        words += [inserted(word) for word in one or () if isinstance(one, list) and isinstance(word, Word)]
-    left = [Left("env_file", _FILES, _line(service, "env_file"))] if "env_file" in service else []
-    image = None if service.get("entrypoint") else _word(service, "image")
-    for launch in _found(words, image or "", environment):
-        yield replace(launch, name=str(name), left=(*launch.left, *left), line=name.line)
-
-
 def _of_production_stack(spec: Any) -> Launch:
     config, cache = _section(spec, "vllmConfig"), _section(spec, "lmcacheConfig")
-    environment, left = _environment(_list(spec, "env"))
-    names = {name: snake_case(name) for name in config if name not in ("extraArgs", "prometheusMultiprocDir")}
-    flags = {**names, **{name: _OF_MODEL_SPEC[name] for name in spec if name in _OF_MODEL_SPEC}}
+    scope = _EngineSearch(spec)._within(spec, Launch("", None))
+    named, reasons = table("of_model_spec"), table("left_of_model_spec")
+    flags = {name: snake_case(name) for name in config if name not in ("extraArgs", "prometheusMultiprocDir")}
+    flags |= {name: named[name] for name in spec if name in named}
     values = {**spec, **config}
-    left += [Left(name, _LEFT_OF_MODEL_SPEC[name], name.line) for name in values if name in _LEFT_OF_MODEL_SPEC]
-    sizes = [("host", _word(cache, "cpuOffloadingBufferSize")), ("disk", _word(cache, "diskOffloadingBufferSize"))]
+    left = [Left(name, reasons[name], name.line) for name in values if name in reasons]
+    sizes = {"CPU": _word(cache, "cpuOffloadingBufferSize"), "DISK": _word(cache, "diskOffloadingBufferSize")}
     is_on, model = cache.get("enabled") == "true", _word(spec, "modelURL")
+    of_cache = {f"LMCACHE_MAX_LOCAL_{one}_SIZE": size for one, size in sizes.items() if is_on and size}
     return Launch(
         str(_word(spec, "name") or "model"),
         "vllm",
-        tuple(finished(_argument(one, environment)) for one in _list(config, "extraArgs")),
-        {name: finished(one) for name, one in environment.items()},
-        options={Word(flags[name], name.line): values[name] for name in flags if name not in _LEFT_OF_MODEL_SPEC},
-        settings_per_rank={f"tiers.{tier}.capacity": size for tier, size in sizes if is_on and size and size != "0"},
-        left=tuple(left),
+        tuple(map(finished, _EngineSearch(spec)._words(_list(config, "extraArgs"), scope.environment))),
+        {**of_cache, **{name: finished(one) for name, one in scope.environment.items()}},
+        options={Word(flag, name.line): values[name] for name, flag in flags.items() if name not in reasons},
+        left=(*scope.left, *left),
         model=_model(model) if model is not None else None,
         line=_line(spec),
     )
 
 
-def _environment(variables: list[Any]) -> tuple[dict[str, Word], list[Left]]:
-    """Return the variables of a container, and those whose values are elsewhere."""
-    found: dict[str, Word] = {}
-    left = []
-    for one in variables:
-        name, value = _word(one, "name"), _word(one, "value")
-        if name is not None and value is not None:
-            found[str(name)] = _argument(value, found)
-        elif name is not None:
-            left.append(Left(name, "its value is not in this file", name.line))
-    return found, left
-
-
-def _argument(word: Any, environment: Mapping[str, Word]) -> Word:
-    """Insert variables as Kubernetes does, `$(NAME)`. One that is not set is not resolved, and so are secrets,
-    templates and what would become too long."""
-    if not isinstance(word, Word):
-        return Word("")
-    names = [found[1] for found in _IN_ARGUMENT.finditer(word)]
-    is_long = sum(len(environment.get(name, "")) for name in names) > MAX_ARGUMENT
-
-    def text(found: re.Match[str]) -> str:
-        value = environment.get(found[1])
-        is_hidden = is_long or value is None or finished(value).unknown or names_secret(found[1])
-        return marked(found[0]) if value is None or is_hidden else str(value)
-
-    return Word(_IN_ARGUMENT.sub(text, word), word.line, is_plain=word.is_plain)
+def _variables(given: Any) -> Iterator[tuple[str, Word | None, int]]:
+    """Yield the names, values and lines of variables, None for a value that is elsewhere."""
+    for one in given if isinstance(given, list) else ():
+        if isinstance(one, Word):
+            name, is_given, value = one.partition("=")
+            yield name, Word(value, one.line) if is_given else None, one.line
+        elif (variable := _word(one, "name")) is not None:
+            yield str(variable), _word(one, "value"), variable.line
+    for variable in given if isinstance(given, dict) else ():
+        yield str(variable), _word(given, variable), variable.line
 
 
 def _model(word: Word) -> Word:
@@ -350,19 +309,23 @@ def _model(word: Word) -> Word:
     )
 
 
-def _section(value: Any, name: str) -> dict[Any, Any]:
-    inside = value.get(name) if isinstance(value, dict) else None
-    return inside if isinstance(inside, dict) else {}
+def _at(value: Any, *names: str) -> Any:
+    """Return what is at these keys, None for nothing."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    inside = value.get(name) if isinstance(value, dict) else None
-    return inside if isinstance(inside, list) else []
+def _section(value: Any, *names: str) -> dict[Any, Any]:
+    return inside if isinstance(inside := _at(value, *names), dict) else {}
 
 
-def _word(value: Any, name: str) -> Word | None:
-    inside = value.get(name) if isinstance(value, dict) else None
-    return inside if isinstance(inside, Word) else None
+def _list(value: Any, *names: str) -> list[Any]:
+    return inside if isinstance(inside := _at(value, *names), list) else []
+
+
+def _word(value: Any, *names: str) -> Word | None:
+    return inside if isinstance(inside := _at(value, *names), Word) else None
 
 
 def _line(value: Any, key: str = "") -> int:

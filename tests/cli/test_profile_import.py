@@ -21,7 +21,8 @@ from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, assert_said, given
 
 from kvbm.errors import KvbmError
 from kvbm_cli.profile.import_file import launches_in, profile_text, recognised
-from kvbm_cli.profile.import_profile import imported, kind_of, value_count
+from kvbm_cli.profile.import_launch import value_count
+from kvbm_cli.profile.import_profile import imported, kind_of
 
 FILES = Path(__file__).parent / "imported"
 ENTRIES = list(stored_entries("imported"))  # a file, and the name of an engine unless it is the first
@@ -164,6 +165,7 @@ COMMANDS = {
     "an image and a command": f"sudo podman run --pull always my.registry/any:1 {STARTED}",
     "an entry point": "docker run --entrypoint vllm any/image serve org/m --seed 7",
     "a shell as entry point": f"docker run --entrypoint bash any/image -c '{STARTED}'",
+    "a container that is created": "docker create --name vllm -p 8000:8000 vllm/vllm-openai org/m --seed 7",
     "options of a variable": "docker run $OPTIONS vllm/vllm-openai org/m --seed 7",
     "docker exec": f"docker exec -it c bash -c 'cd /x && {STARTED}'",
     "srun": f"srun --ntasks 1 bash -c '{STARTED}' &",
@@ -173,6 +175,7 @@ COMMANDS = {
     "ssh": f"ssh -t h 'source a; nohup {STARTED} > log 2>&1 &'",
     "a variable": f"CMD='{STARTED}'\nbash -c \"exec $CMD\"",
     "a list of words": 'CMD=(vllm serve org/m)\nCMD+=(--seed 7)\nexec numactl -N 0 "${CMD[@]}"',
+    "quotes with escapes": r"bash -lc $'cd /x\nvllm serve org/m \\\n  --seed 7\necho \'ok\''",
     "a here document": f"ssh h bash <<EOF\n{STARTED}\nEOF",
     "a script in a here document": f"cat > run.sh <<'EOF'\n#!/bin/sh\n{STARTED}\nEOF\nsbatch run.sh",
     "a manifest in a here document": "kubectl apply -f - <<EOF\n"
@@ -194,6 +197,8 @@ COMMANDS = {
     "prose": f"Don't start it yet::\n\n    $ {STARTED.replace(' --', NEXT)}\n\nYou can.\n",
     "a Makefile": f"run:\n\t@{STARTED.replace(' --', NEXT)}\n",
     "a notebook": json.dumps({"cells": [{"source": ["%%bash\n", "vllm serve org/m \\\n", "  --seed 7"]}]}),
+    "a notebook with a page": json.dumps({"cells": [{"source": ["It's:\n", "```bash\n", f"{STARTED}\n", "```"]}]}),
+    "a page in YAML": f"guide: |\n  It's easy, see `vllm serve`:\n\n  ```bash\n  {STARTED}\n  ```\n",
     "a page": f"Don't run `vllm serve` yet.\n\n```sh\n$ {STARTED}\n```\n\n```python\nprint(\"don't\")\n```\n",
 }
 
@@ -265,6 +270,28 @@ def test_one_of_two_values_is_not_chosen(condition):
     assert re.search(r"`-tp \$TP` \(line \d\): the file does not show its value", text), text
 
 
+@pytest.mark.parametrize("command", ["vllm serve <your model>", "docker run -d $IMAGE --model <your model>"])
+def test_a_placeholder_is_no_redirection(command):
+    (text,) = profiles_of(f"{command} --max-model-len 8192 --port 9 > log")
+    assert "max_model_len: 8192" in text
+    assert "  port: 9 " in text
+    assert "# - `--model <your model>` (line 1): the file does not show its value" in text
+
+
+def test_an_empty_value_is_listed():
+    (text,) = profiles_of('MAX="${MAX:-}"\nC=(vllm serve a/b)\n[[ -n $MAX ]] && C+=(--max-num-seqs "$MAX")\n"${C[@]}"')
+    assert "max_num_seqs" not in text
+    assert "`--max-num-seqs` (line 4): its value is empty" in text
+
+
+def test_a_level_of_optimization_is_read_as_vllm_does():
+    for level in ("-O3", "-O=3", "-O 3"):
+        (text,) = profiles_of(f"vllm serve a/b {level} -cc.mode 2")
+        assert "optimization_level: 3 " in text
+    assert "`-O.mode=3` (line 1): it is neither" in profiles_of("vllm serve a/b -O.mode=3")[0]
+    assert "      mode: 2 " in text
+
+
 def test_a_default_remains_where_a_condition_sets_an_unknown_value():
     (text,) = profiles_of('M=a/b\nwhile [ $# -gt 0 ]; do\n case $1 in --model) M="$2";;\n esac\ndone\nvllm serve $M')
     assert "  model: a/b" in text
@@ -302,8 +329,7 @@ def test_templates_stay_unresolved():
 def test_words_of_a_command_are_taken_as_they_are():
     words = ["docker", "run", "-e", "A=$B", "vllm/vllm-openai", "org/m", "--seed", "7", "--api-key", "sk-secret"]
     found = recognised(words, "the command")
-    assert found.kind == "vllm"
-    assert found.argv == ("vllm", "serve", *words[5:])
+    assert found.launch.kind == "vllm"
     assert 'A: "$$B"' in found.text
     assert "sk-secret" not in found.text
     assert [one.partition(":")[0] for one in found.unresolved] == ["`--api-key` (line 1)"]
@@ -394,7 +420,7 @@ HUGE = {
     "an alias of itself": "a: &a [*a]\n",
     "nesting": "a: " + "[" * 2000 + "]" * 2000,
     "variables": "A=0123456789\n" + "A=$A$A$A$A\n" * 40 + "vllm serve $A",
-    "scripts": "eval " * 100 + "vllm serve a/b",
+    "scripts": "".join(f"export A{at}='bash -c \"$A{at + 1}\"'\n" for at in range(20)) + 'bash -c "$A0"',
     "engines": "vllm serve a/b\n" * 300,
     "scripts that variables start": "".join(
         f"export A{at}='" + f'bash -c "$A{at + 1}";' * 100 + "'\n" for at in range(6)

@@ -12,7 +12,7 @@ import pytest
 
 from kvbm.config.engine import SglangArguments
 from kvbm.engines.sglang.options import similar_flag
-from kvbm_cli.profile.import_profile import names_of, value_count
+from kvbm_cli.profile.import_launch import names_of, value_count
 
 try:
     metadata.version("sglang")

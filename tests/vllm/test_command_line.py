@@ -22,7 +22,7 @@ from kvbm.engines.vllm.flags import KVBM_SETS
 from kvbm.engines.vllm.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, _flag, plan
 from kvbm.engines.vllm.versions import PACKAGE, VllmInstallation, is_known
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.import_profile import name_of, value_count
+from kvbm_cli.profile.import_launch import name_of, value_count
 
 WITH_SCRIPT = VllmInstallation("0.32.0", "vllm", "/venv/bin/vllm", has_kvbm=True)
 ARGUMENTS: dict[str, Any] = {
