@@ -164,7 +164,7 @@ RULES = (  # the first that fits a module counts
         never=ENGINES[2:],
     ),
     Rule("kvbm.engines.embedded", (*RUNS_THE_CACHE, "kvbm.child"), never=ENGINES[2:]),
-    Rule("kvbm.vllm_integration", ("kvbm.engines.vllm.connector",)),
+    Rule("kvbm.vllm_integration", ("kvbm.engines.vllm.connector", "kvbm.engines.vllm.secondary_tier")),
     Rule("kvbm.trtllm_integration", ("kvbm.engines.trtllm.connector",)),
     Rule("kvbm.sglang_integration", ("kvbm.engines.sglang.storage",)),
     Rule("kvbm.embedded"),

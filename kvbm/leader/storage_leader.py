@@ -88,6 +88,11 @@ class StorageLeader(EngineTiers):
         """Whether a lower tier is on."""
         return any(tier.is_on for tier in self.lower_tiers)
 
+    @property
+    def asks_others(self) -> bool:
+        """Whether `find` may find blocks that `readable` does not know yet."""
+        return any(tier.is_on for tier in self._asked_tiers)
+
     def is_busy(self) -> bool:
         return self.control.has_work() or super().is_busy()
 
@@ -98,6 +103,18 @@ class StorageLeader(EngineTiers):
             tier.step(computes=False)
             self._arrived.update(tier.settle())
         self.host.check_next()
+
+    def readable(self, hashes: Sequence[bytes]) -> int:
+        """Return how many blocks can be read, up to the first that cannot, as far as this process knows."""
+        first = hashes[0]  # mostly it is the one that cannot
+        if not self.host.store.contains(first) and not any(tier.contains(first) for tier in self.lower_tiers):
+            return 0
+        return self._present(hashes)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Make blocks recent. A chain is given from its first block on."""
+        for store in self._stores():
+            store.touch(hashes)
 
     def find(self, hashes: Sequence[bytes], prefix: Sequence[bytes] = ()) -> Question[int]:
         """Return how many of `hashes` can be read, up to the first that cannot. `prefix` are the blocks before them in
@@ -111,9 +128,7 @@ class StorageLeader(EngineTiers):
         finally:
             for tier in self._asked_tiers:
                 tier.forget_request(name)
-        chain = [*prefix, *hashes[:count]]
-        for store in self._stores():
-            store.touch(chain)
+        self.touch([*prefix, *hashes[:count]])
         self.counters.durations["match"].observe(self._clock() - began_s)
         self.counters.count_match(count, len(hashes))
         self.counters.note_hits({}, len(hashes))
@@ -132,8 +147,7 @@ class StorageLeader(EngineTiers):
         finally:
             for tier in self._asked_tiers:
                 tier.forget_request(name)
-        for store in self._stores():
-            store.touch([one for one, is_there in zip(hashes, found, strict=True) if is_there])
+        self.touch([one for one, is_there in zip(hashes, found, strict=True) if is_there])
         return found
 
     def read(self, hashes: Sequence[bytes], lend: Lend) -> Question[None]:

@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Iterable
 from functools import partial
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -27,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm.config.connector import resolve_connector
 from kvbm.device.replicas import ALONE
+from kvbm.engines.vllm.beginning import log_as_vllm_does, refuse_rival
 from kvbm.engines.vllm.cache_groups import cache_groups, decline_reason
 from kvbm.engines.vllm.engine_facts import VllmFacts, rank_count_of, rank_of
 from kvbm.engines.vllm.identity import identity
@@ -38,8 +38,6 @@ from kvbm.engines.vllm.telemetry import KvbmPromMetrics, KvbmStats
 from kvbm.engines.vllm.waiting_requests import preempt_before_resets
 from kvbm.engines.vllm.weight_updates import watch
 from kvbm.engines.vllm.worker_side import NOTHING, WorkerSide
-from kvbm.errors import EnvironmentProblem
-from kvbm.host.log_queue import queue_log
 from kvbm.observe.nvtx_ranges import RANK_HOOKS, SCHEDULER_HOOKS, annotate
 
 if TYPE_CHECKING:
@@ -66,8 +64,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _log_as_vllm_does()
-        _refuse_rival()
+        log_as_vllm_does()
+        refuse_rival()
         transfer_config = vllm_config.kv_transfer_config
         transfer_config.kv_load_failure_policy = "recompute"
         require_role(transfer_config)
@@ -255,23 +253,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
 def _resolved(extra_config: dict[str, Any], *, warns: bool) -> ConnectorConfig:
     return resolve_connector(extra_config, os.environ, engine="vllm", warns=warns)
-
-
-def _refuse_rival() -> None:
-    """Raise EnvironmentProblem if NVIDIA's distribution `kvbm` is installed: its modules overwrite ours."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        rival = metadata.version("kvbm")
-        raise EnvironmentProblem(
-            f"NVIDIA's kvbm {rival} and kvbm-cli are both installed, and both provide the package `kvbm`",
-            hint="`pip uninstall kvbm`, then install kvbm-cli again with `--force-reinstall --no-deps`",
-        )
-
-
-def _log_as_vllm_does() -> None:
-    """Use vLLM's log handlers and level for our messages. A log that is not read must not block a step."""
-    ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
-    queue_log(ours, theirs)
-    ours.setLevel(theirs.level)
 
 
 def _register() -> None:

@@ -29,6 +29,7 @@ EXECUTOR = "vllm.v1.executor.abstract"
 OURS = "kvbm."
 
 _LOADED: dict[str, FileContent | Unidentified] = {}  # by the absolute path of the directory
+_CONFIGS: list[VllmConfig] = []  # of the last executor
 
 
 def register() -> None:
@@ -38,6 +39,7 @@ def register() -> None:
 
 def _looking(load: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *arguments: Any, **keys: Any) -> None:
+        _CONFIGS[:] = [vllm_config]
         loadings = dict(_begun(vllm_config))
         load(self, vllm_config, *arguments, **keys)
         if loadings:
@@ -46,6 +48,12 @@ def _looking(load: Callable[..., None]) -> Callable[..., None]:
             _LOADED.update({path: ended(loading) for path, loading in loadings.items()})
 
     return __init__
+
+
+def last_config() -> VllmConfig | None:
+    """Return the configuration of the engine that loaded its model last in this process, for code of ours that vLLM
+    gives none. None if vLLM did not call `register`."""
+    return _CONFIGS[0] if _CONFIGS else None
 
 
 def content_of(directory: Path, *, every: bool = False) -> FileContent:
@@ -128,6 +136,18 @@ def _extra_configs(transfer: Any) -> Iterator[Mapping[str, Any]]:
         return
     if str(getattr(transfer, "kv_connector_module_path", None)).startswith(OURS):
         yield extra_config
+    yield from _tiers(extra_config)
     for inner in extra_config.get("connectors") or ():
-        if isinstance(inner, Mapping) and str(inner.get("kv_connector_module_path")).startswith(OURS):
-            yield inner.get("kv_connector_extra_config") or {}
+        if not isinstance(inner, Mapping):
+            continue
+        inside = inner.get("kv_connector_extra_config") or {}
+        if str(inner.get("kv_connector_module_path")).startswith(OURS):
+            yield inside
+        yield from _tiers(inside)
+
+
+def _tiers(extra_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the configurations of kvbm's tiers below vLLM's own offloading."""
+    for tier in extra_config.get("secondary_tiers") or ():
+        if isinstance(tier, Mapping) and str(tier.get("module_path")).startswith(OURS):
+            yield tier

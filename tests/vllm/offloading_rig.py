@@ -1,0 +1,171 @@
+"""vLLM's own TieringOffloadingManager with a KvbmTier below its host memory, without a model and without a device.
+
+A test plays the parts of vLLM's scheduler and of its copier: `store` fills rows of the region and hands them over,
+`load` asks until vLLM has an answer. The bytes of a block follow from its key, so that each row can be checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+from kvbm.engines.make_model import materialise
+from kvbm.engines.vllm import loads, offloading
+from kvbm.engines.vllm.secondary_tier import KvbmTier
+
+ROW_BYTES = 8192
+BLOCK_TOKENS = 128
+NAMES = itertools.count()
+
+
+@functools.cache
+def vllm_config():
+    return EngineArgs(model=str(materialise("vllm-25m")), dtype="float32", max_model_len=2048).create_engine_config()
+
+
+def key_of(number: int, group: int = 0) -> bytes:
+    return make_offload_key(hashlib.sha256(b"%d" % number).digest(), group)
+
+
+def bytes_of(key: bytes) -> np.ndarray:
+    """What a block with this key contains."""
+    seed = np.frombuffer(hashlib.sha256(key).digest(), np.uint8)
+    return np.resize(seed, ROW_BYTES)
+
+
+def offloading_config(engine_id: str) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(BLOCK_TOKENS, ("layers.0",), 0),),
+        worker_kv_bytes_per_block=ROW_BYTES,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id=engine_id,
+        model=OffloadingModelConfig("model", "float32"),
+        cache=OffloadingCacheConfig(BLOCK_TOKENS, 1),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+    )
+
+
+class Offloading:
+    """A manager, its region of `rows` rows, and the tier. As a context manager it is shut down at the end."""
+
+    def __init__(
+        self, directory: Path, *, rows: int = 8, disk_blocks: int = 200, host_blocks: int | None = None
+    ) -> None:
+        name = f"rig-{time.time_ns()}-{next(NAMES)}"
+        region = SharedOffloadRegion(name, rows, None, ROW_BYTES, ROW_BYTES)
+        self.primary = CPUPrimaryTierOffloadingManager(rows, region)
+        loads._CONFIGS[:] = [vllm_config()]  # what vLLM's executor leaves there
+        tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}}
+        if host_blocks is not None:
+            tiers["host"] = {"blocks": host_blocks}
+        options = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"disk_timeout_s": 1.0}}
+        self.tier = KvbmTier(
+            SimpleNamespace(config=offloading_config(name)), self.primary.get_kv_memoryview(), "KvbmTier", kvbm=options
+        )
+        self.manager = TieringOffloadingManager(self.primary, [self.tier])
+        self.rows = np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)
+        self.numbers = itertools.count()
+
+    def __enter__(self) -> Offloading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rows = None  # vLLM cannot release a region that is in use
+        self.manager.shutdown()
+
+    def request(self) -> ReqContext:
+        """A new request."""
+        context = ReqContext(f"request-{next(self.numbers)}")
+        facts = SimpleNamespace(
+            request_id=context.req_id,
+            lora_request=None,
+            kv_transfer_params=None,
+            num_preemptions=0,
+            num_computed_tokens=0,
+            status=SimpleNamespace(name="WAITING"),
+        )
+        offloading._note_request(None, facts)
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def settle(self, timeout_s: float = 20.0) -> None:
+        """Step until neither vLLM nor the tier has work, and the tier is on."""
+        self.step()
+        end_s = time.monotonic() + timeout_s
+        while self.manager.has_pending_work() or not (self.tier.boundary.is_off or self.tier._leader.is_on):
+            assert time.monotonic() < end_s, f"still busy: {self.manager._jobs}"
+            self.step()
+            time.sleep(0.001)
+
+    def settle_jobs(self, timeout_s: float = 20.0) -> None:
+        """Step until vLLM waits for no job of the tier."""
+        self.step()
+        end_s = time.monotonic() + timeout_s
+        while self.manager._jobs:
+            assert time.monotonic() < end_s, f"still busy: {self.manager._jobs}"
+            self.step()
+            time.sleep(0.001)
+
+    def begin_store(self, keys: Collection[bytes]) -> ReqContext:
+        """Put blocks into vLLM's host memory, from where they go to the tier."""
+        context = self.request()
+        output = self.manager.prepare_store(list(keys), context)
+        assert output is not None, "vLLM has no room"
+        for key, row in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
+            self.rows[row] = bytes_of(key)
+        if output.keys_to_store:
+            self.manager.complete_store(output.keys_to_store, context)
+        return context
+
+    def store(self, keys: Collection[bytes]) -> None:
+        context = self.begin_store(keys)
+        self.settle()
+        self.manager.on_request_finished(context)
+
+    def ask(self, keys: Sequence[bytes], context: ReqContext) -> list[LookupResult]:
+        """Look keys up as vLLM's scheduler does: up to the first that is missing."""
+        found = []
+        for key in keys:
+            found.append(self.manager.lookup(key, context))
+            if found[-1] is LookupResult.MISS:
+                break
+        return found
+
+    def load(self, keys: Sequence[bytes], timeout_s: float = 20.0) -> int:
+        """Return how many blocks a new request finds in vLLM's host memory in the end, each with the right bytes."""
+        context, end_s = self.request(), time.monotonic() + timeout_s
+        found = self.ask(keys, context)
+        while LookupResult.HIT_PENDING in found or LookupResult.RETRY in found:
+            assert time.monotonic() < end_s, found
+            self.step()
+            time.sleep(0.001)
+            found = self.ask(keys, context)
+        good = list(keys[: found.count(LookupResult.HIT)])
+        spec = self.manager.prepare_load(good, context)
+        for key, row in zip(good, spec.block_ids, strict=True):
+            assert np.array_equal(self.rows[row], bytes_of(key)), f"wrong bytes in row {row}"
+        self.manager.complete_load(good, context)
+        self.manager.on_request_finished(context)
+        return len(good)
