@@ -228,14 +228,16 @@ class SglangArguments(Section):
 class EngineSection(Section):
     """Keys of every engine kind, and what its engines can do, as far as other keys require it.
 
-    `has_presets`: `synthetic:NAME` names a model for it. `keeps_host_memory`: of its own. `sends_priorities`: of
-    requests. `shows_evictions`: which blocks it evicts next. `transfers_blocks`: of a request, to another engine.
+    `has_presets`: `synthetic:NAME` names a model for it. `keeps_host_memory`: of its own. `offloads`: blocks to host
+    memory of its own, if it is configured to. `sends_priorities`: of requests. `shows_evictions`: which blocks it
+    evicts next. `transfers_blocks`: of a request, to another engine.
     `tiers_hint` names the tier to add if there is none.
     """
 
     has_presets: ClassVar[bool] = True
     sends_priorities: ClassVar[bool] = False
     keeps_host_memory: ClassVar[bool] = False
+    offloads: ClassVar[bool] = False
     shows_evictions: ClassVar[bool] = False
     transfers_blocks: ClassVar[bool] = False
     tiers_hint: ClassVar[str] = "add `tiers.host.capacity`, such as `64GiB`"
@@ -277,6 +279,7 @@ class EmbeddedEngine(EngineSection):
 
 
 class VllmEngine(EngineSection):
+    offloads: ClassVar[bool] = True
     shows_evictions: ClassVar[bool] = True
     transfers_blocks: ClassVar[bool] = True
 

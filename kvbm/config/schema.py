@@ -70,6 +70,11 @@ class HostTierSection(SizedTier):
         "requests so far show to be the least useful (`adaptive`). Models with several KV cache groups or with states, "
         f"and {kinds_that(lambda form: form.keeps_host_memory)}, always use `lru`.",
     )
+    managed_by: Literal["kvbm", "engine"] = Field(
+        default="kvbm",
+        description="Who copies blocks to host memory and back: kvbm's connector, or with `engine` vLLM's own "
+        "offloading, with kvbm's disk and shared tier below it (docs/guide/vllm-offloading.md).",
+    )
 
 
 class DiskTierSection(SizedTier):
@@ -208,6 +213,11 @@ class Tiers(Section):
     def has_lower(self) -> bool:
         """Whether there is a tier below host memory."""
         return self.disk is not None or self.shared is not None
+
+    @property
+    def are_below_engine(self) -> bool:
+        """Whether host memory is the engine's, and kvbm has only the tiers below it."""
+        return self.host is not None and self.host.managed_by == "engine"
 
     @property
     def outlive_engine(self) -> bool:
@@ -495,6 +505,24 @@ else:
     AnyEngine = Annotated[reduce(or_, _TAGGED), Discriminator(_kind_of)]
 
 
+def _below_offloading(tiers: Tiers, engine: EngineSection | None) -> Tiers:
+    """Return the tiers with vLLM's eviction. WrongKey for what `tiers.host.managed_by: engine` excludes."""
+    host = tiers.host
+    assert host is not None, "these tiers are below the engine's host memory"
+    if engine is not None and not engine.offloads:
+        able = kinds_that(lambda form: form.offloads)
+        raise WrongKey("host", f"`managed_by: engine` requires {able}; `{engine.kind}` has no offloading of its own")
+    if not tiers.has_lower:
+        raise WrongKey("host", "`managed_by: engine` requires `tiers.disk` or `tiers.shared`, which kvbm adds below it")
+    if host.blocks is not None:
+        raise WrongKey("host", "`managed_by: engine` requires `capacity` in place of `blocks`: vLLM takes bytes")
+    if "eviction" in host.model_fields_set and host.eviction != "lru":
+        raise WrongKey(
+            "host", "`managed_by: engine` requires `eviction: lru`: vLLM evicts the blocks of its host memory"
+        )
+    return tiers.model_copy(update={"host": host.model_copy(update={"eviction": "lru"})})
+
+
 class Profile(Section):
     description: str = Field(default="", description="One-line description for `kvbm profile list`.")
     engine: AnyEngine = Field(description="Engine to start.")
@@ -521,7 +549,7 @@ class Profile(Section):
         engine = info.data.get("engine")
         if engine is not None:
             engine.require_tiers(has_host=tiers.host is not None, has_lower=tiers.has_lower)
-        return tiers
+        return _below_offloading(tiers, engine) if tiers.are_below_engine else tiers
 
     @field_validator("offload")
     @classmethod
@@ -531,6 +559,11 @@ class Profile(Section):
             offload.require_engine(engine.kind)
         if tiers is not None:
             offload.require_tiers(tiers)
+            if tiers.are_below_engine and "to_host" in offload.model_fields_set:
+                message = (
+                    "has no effect with `tiers.host.managed_by: engine`: vLLM copies all computed blocks; remove it"
+                )
+                raise WrongKey("to_host", message)
         return offload
 
     @field_validator("disaggregated")
@@ -558,6 +591,8 @@ class Profile(Section):
     def connector_config(self) -> ConnectorConfig:
         metrics = self.metrics.model_copy(update={"host": self.metrics.host or self.server.host})
         rest = {name: getattr(self, name) for name in ConnectorConfig.model_fields}
+        if self.tiers.are_below_engine:
+            rest["tiers"] = self.tiers.model_copy(update={"host": None})
         return ConnectorConfig(**{**rest, "metrics": metrics})
 
 

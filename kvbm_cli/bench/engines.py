@@ -191,7 +191,7 @@ def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[Running
 def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
     kind = kind_of(profile)
     traits = kind.traits
-    if has_kvbm and not traits.has_kvbm_metrics:
+    if has_kvbm and (profile.tiers.are_below_engine or not traits.has_kvbm_metrics):
         profile = with_metrics_server(profile)
     port = choose_port(profile.server.host, 0)
     plan = kind.launch_plan(profile, connector=has_kvbm, port=port).placed(log_path.parent.absolute())

@@ -103,8 +103,9 @@ def _targets(plan: LaunchPlan | DisaggregatedPlan, served: ServedProfile) -> lis
     """Return the addresses at which Prometheus finds the metrics of the engines."""
     plans = list(named_plans(plan).values()) or [endpoint_of(plan)]
     traits = kind_of(served.profile).traits
+    has_all = traits.has_kvbm_metrics and not served.profile.tiers.are_below_engine
     urls = [one.metrics_url for one in plans]
-    urls += [one.base_url for one in plans if traits.has_metrics and not (one.metrics_url and traits.has_kvbm_metrics)]
+    urls += [one.base_url for one in plans if traits.has_metrics and not (one.metrics_url and has_all)]
     return [urlsplit(url).netloc for url in urls if url]
 
 

@@ -25,7 +25,7 @@ TRANSFER = {
     "kv_connector_extra_config": {
         "kvbm": {
             "tiers": {
-                "host": {"capacity": "2GiB", "blocks": None, "eviction": "adaptive"},
+                "host": {"capacity": "2GiB", "blocks": None, "eviction": "adaptive", "managed_by": "kvbm"},
                 "disk": None,
                 "shared": None,
             },
@@ -290,3 +290,48 @@ def test_keys_are_no_arguments_that_every_user_can_read(key: object) -> None:
     made = plan(profile({"api_key": key, "hf_token": "hf_secret"}), connector=True, port=1)
     assert not [word for word in made.argv if "secret" in word or word in ("--api-key", "--hf-token")]
     assert (made.environment["VLLM_API_KEY"], made.environment["HF_TOKEN"]) == ("a-secret", "hf_secret")
+
+
+def test_kvbm_is_a_tier_below_vllms_own_offloading():
+    tiers = {"host": {"capacity": "2GiB", "managed_by": "engine"}, "disk": {"capacity": "4GiB"}}
+    arguments = {"kv_transfer_config": {"kv_connector_extra_config": {"spec_name": "Other", "store_threshold": 1}}}
+    profile = Profile.model_validate(
+        {"engine": {"kind": "vllm", "model": "m", "arguments": arguments}, "tiers": tiers, "metrics": {"serve": True}}
+    )
+    launch = plan(profile, connector=True, port=8000, installation=GPU)
+    transfer = json.loads(launch.argv[launch.argv.index("--kv-transfer-config") + 1])
+    assert (transfer["kv_connector"], "kv_connector_module_path" in transfer) == ("OffloadingConnector", False)
+    extra = transfer["kv_connector_extra_config"]
+    (tier,) = extra["secondary_tiers"]
+    assert (tier["type"], tier["module_path"]) == ("KvbmTier", "kvbm.vllm_integration.secondary_tier")
+    assert (extra["spec_name"], extra["cpu_bytes_to_use"], extra["eviction_policy"]) == ("Other", 2 << 30, "lru")
+    config = resolve_connector({"kvbm": tier["kvbm"]}, {}, engine="vllm")
+    assert (config.tiers.host, config.tiers.disk.capacity_bytes) == (None, 4 << 30)
+    assert launch.metrics_url == "http://127.0.0.1:6880/metrics"
+
+
+@pytest.mark.parametrize(
+    ("engine", "tiers", "offload", "message"),
+    [
+        ({}, {"host": {"capacity": "1GiB"}}, {}, "requires `tiers.disk` or `tiers.shared`"),
+        ({}, {"host": {"blocks": 10}, "disk": {"blocks": 10}}, {}, "requires `capacity` in place of `blocks`"),
+        (
+            {},
+            {"host": {"capacity": "1GiB", "eviction": "adaptive"}, "disk": {"blocks": 10}},
+            {},
+            "requires `eviction: lru`",
+        ),
+        ({}, {"host": {"capacity": "1GiB"}, "disk": {"blocks": 10}}, {"to_host": "always"}, "has no effect with"),
+        (
+            {"kind": "embedded", "model": "synthetic:tiny"},
+            {"host": {"capacity": "1GiB"}, "disk": {"blocks": 10}},
+            {},
+            "requires `vllm`",
+        ),
+    ],
+)
+def test_what_vllms_own_offloading_cannot_do_is_refused_by_name(engine, tiers, offload, message):
+    tiers["host"]["managed_by"] = "engine"
+    contents = {"engine": {"kind": "vllm", "model": "m", **engine}, "tiers": tiers, "offload": offload}
+    with pytest.raises(ValueError, match=message):
+        Profile.model_validate(contents)

@@ -195,7 +195,7 @@ FILE_MISTAKES = {
     "key like no other": (
         f"{BASE}    zzz: 5\n",
         "unknown key `tiers.host.zzz`\n  FILE:6:5\n    |\n  6 |     zzz: 5\n    |     ^^^",
-        "keys of `tiers.host`: `capacity`, `blocks`, `eviction`",
+        "keys of `tiers.host`: `capacity`, `blocks`, `eviction`, `managed_by`",
     ),
     "engine flag like no other": (
         f"{BASE}qqqq: 5\n",

@@ -37,6 +37,7 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "demo-disk": {"engine.kind": "embedded", "tiers.disk.capacity": "1GiB"},
     "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "auto", "tiers.disk": None},
     "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "auto", "tiers.disk.capacity": "auto"},
+    "vllm-native": {"tiers.host.managed_by": "engine", "tiers.host.capacity": "auto", "tiers.disk.capacity": "auto"},
     "sglang": {"engine.kind": "sglang", "tiers.host": None, "tiers.disk.capacity": "auto"},
     "sglang-disk": {"engine.kind": "sglang", "tiers.disk.capacity": "auto", "tiers.disk.io": "auto"},
     "sglang-s3": {

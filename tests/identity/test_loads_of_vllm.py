@@ -102,3 +102,13 @@ def test_a_connector_inside_of_another_one_counts(tmp_path, executor):
 def test_without_an_executor_nothing_is_wrapped(monkeypatch):
     monkeypatch.delitem(sys.modules, loads.EXECUTOR)
     loads.register()
+
+
+def test_a_tier_below_vllms_own_offloading_keeps_blocks_too(tmp_path, executor):
+    path = model(tmp_path / "model")
+    config = config_of(path, module=None)
+    tier = {"type": "KvbmTier", "module_path": "kvbm.vllm_integration.secondary_tier", "kvbm": DISK}
+    config.kv_transfer_config.kv_connector_extra_config = {"secondary_tiers": [{"type": "fs"}, tier]}
+    executor(config)
+    assert loads.content_of(path).text()
+    assert loads.last_config() is config

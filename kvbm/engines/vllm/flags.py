@@ -12,6 +12,9 @@ from kvbm.config.flags import invalid_name, refused_by
 
 CONNECTOR = "DynamoConnector"
 CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
+OFFLOADING_CONNECTOR = "OffloadingConnector"  # vLLM's own
+TIER = "KvbmTier"
+TIER_MODULE = "kvbm.vllm_integration.secondary_tier"
 # Keys of a file of flags that are not keys of other files.
 SIGNS = frozenset(
     (

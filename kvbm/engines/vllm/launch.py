@@ -20,8 +20,8 @@ from math import ceil
 
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S, VllmArguments, VllmEngine
 from kvbm.config.schema import Profile
-from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan, as_text, served_at
-from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE
+from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan, as_text, metrics_url, served_at
+from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, OFFLOADING_CONNECTOR, TIER, TIER_MODULE
 from kvbm.engines.vllm.versions import INSTALL, VllmInstallation
 
 SHUTDOWN_TIMEOUT_S = 10
@@ -64,26 +64,34 @@ def plan(
         model=engine.served_name,
         libraries=("vllm",),
         install=INSTALL,
+        metrics_url=metrics_url(profile) if connector and profile.tiers.are_below_engine else "",
     )
 
 
 def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, object]:
-    """Return the connector and its configuration. vLLM recomputes a block that could not be loaded."""
+    """Return the connector and its configuration. vLLM recomputes a block that could not be loaded.
+
+    Below vLLM's own offloading, it is vLLM's connector, and kvbm is one of its tiers.
+    """
     assert other_connector(arguments) is None, "the profile names another connector"
     added = dict(arguments.kv_transfer_config or {})
-    extra = added.pop("kv_connector_extra_config", None)
-    base = {
+    given = added.pop("kv_connector_extra_config", None)
+    extra = given if isinstance(given, dict) else {}
+    contents: dict[str, object] = {"kvbm": profile.connector_config().model_dump(mode="json")}
+    base: dict[str, object] = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    contents = profile.connector_config().model_dump(mode="json")
-    return {
-        **base,
-        **added,
-        "kv_connector_extra_config": {**(extra if isinstance(extra, dict) else {}), "kvbm": contents},
-    }
+    if profile.tiers.are_below_engine:
+        host = profile.tiers.host
+        assert host is not None, "vLLM has host memory"
+        base = {"kv_connector": OFFLOADING_CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        tier = {"type": TIER, "module_path": TIER_MODULE, **contents}
+        contents = {"cpu_bytes_to_use": host.capacity_bytes, "eviction_policy": "lru", "secondary_tiers": [tier]}
+        extra = {"spec_name": "TieringOffloadingSpec", **extra}
+    return {**base, **added, "kv_connector_extra_config": {**extra, **contents}}
 
 
 def other_connector(arguments: VllmArguments) -> Mapping[str, object] | None:
