@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 UNIT = 1 << 20  # chosen sizes are multiples of it
 LEAST_BYTES = 64 * UNIT  # if only the engine knows the size of a block
+SHARED_MEMORY = "/dev/shm"
 HUGE_SHARE = 64  # of a segment in huge pages, for its control words: 1 / HUGE_SHARE
 
 
@@ -131,16 +132,15 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
     title = kind_of(profile).traits.title
     limits = [room.limit, *([] if memory.has_limit() else ["no memory limit is known"])]
     parts = [f"{format_size(room.available_bytes)} available ({', '.join(limits)})"]
-    ranks, on_nodes = (1 if least is None else least.rank_count) * copies, None
-    if profile.transfer.numa and not kind_of(profile).uses_host_memory(profile):
-        on_nodes = _room_on_nodes(memory, ranks, pending)
-        if on_nodes is not None and on_nodes < spare:
-            spare = on_nodes
-            parts.append(f"{format_size(on_nodes)} of it for these ranks on the NUMA nodes of the GPUs")
+    ranks = (1 if least is None else least.rank_count) * copies
+    bound, where = _bound(profile, memory, ranks, pending)
+    if bound is not None and bound < spare:
+        spare = bound
+        parts.append(f"{format_size(bound)} of it {where}")
     page_bytes, huge = memory.huge_pages()
     huge -= pending
     huge -= huge // HUGE_SHARE + 2 * page_bytes * ranks
-    if on_nodes is None and huge > max(spare, 0):  # those of other nodes are of no use
+    if bound is None and huge > max(spare, 0):  # those of other nodes are of no use
         each = _rounded(huge // copies)
         return ChosenCapacity(max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free")
     parts += [f"- {format_size(pending)} for starting engines"] if pending else []
@@ -154,6 +154,17 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
     if each < least_bytes:
         return ChosenCapacity(least_bytes, f"the minimum, because nothing is left of {' '.join(parts)}")
     return ChosenCapacity(each, " ".join(parts))
+
+
+def _bound(profile: Profile, memory: HostMemory, ranks: int, pending: int) -> tuple[int | None, str]:
+    """Return how much of the machine's memory these ranks can have at most, and where; None if nothing limits it."""
+    if profile.tiers.are_below_engine:
+        facts = os.statvfs(SHARED_MEMORY)
+        free = facts.f_bavail * facts.f_frsize
+        return free - margin_of(free), f"in {SHARED_MEMORY}, from which {kind_of(profile).traits.title} takes it"
+    if profile.transfer.numa and not kind_of(profile).uses_host_memory(profile):
+        return _room_on_nodes(memory, ranks, pending), "for these ranks on the NUMA nodes of the GPUs"
+    return None, ""
 
 
 def _room_on_nodes(memory: HostMemory, ranks: int, pending: int) -> int | None:

@@ -342,3 +342,12 @@ def test_serve_says_what_it_chose(tmp_path):
     assert "a margin of" in shown["chosen"]["G2"]
     connector = json.loads(shown["argv"][shown["argv"].index("--connector") + 1])
     assert parse_size(connector["tiers"]["host"]["capacity"]) == shown["tiers"]["G2"]["bytes"] // MIB * MIB
+
+
+def test_vllms_own_offloading_gets_no_more_than_shared_memory_has(tmp_path, monkeypatch):
+    facts = SimpleNamespace(f_bavail=20 * GB // 4096, f_frsize=4096)
+    monkeypatch.setattr("kvbm_cli.profile.auto_capacity.os.statvfs", lambda path: facts)
+    text = GPU.replace("{capacity: auto}", "{capacity: auto, managed_by: engine}, disk: {capacity: 1GB}") % 1
+    capacity, reason = host_of(resolve(tmp_path, text), Machine(tmp_path, 96 * GB))
+    assert capacity == (20 * GB - 2 * GIB) // MIB * MIB
+    assert "in /dev/shm, from which vLLM takes it" in reason
