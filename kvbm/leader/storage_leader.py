@@ -88,11 +88,6 @@ class StorageLeader(EngineTiers):
         """Whether a lower tier is on."""
         return any(tier.is_on for tier in self.lower_tiers)
 
-    @property
-    def asks_others(self) -> bool:
-        """Whether `find` may find blocks that `readable` does not know yet."""
-        return any(tier.is_on for tier in self._asked_tiers)
-
     def is_busy(self) -> bool:
         return self.control.has_work() or super().is_busy()
 
@@ -111,10 +106,16 @@ class StorageLeader(EngineTiers):
             return 0
         return self._present(hashes)
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """Make blocks recent. A chain is given from its first block on."""
+    def note_request(self, chain: Sequence[bytes], found: int, asked: int) -> None:
+        """Note the end of a request for `asked` blocks, of which `found` could be read: those of `chain` become
+        recent."""
+        self._touch(chain)
+        self.counters.count_match(found, asked)
+        self.counters.note_hits({}, asked)
+
+    def _touch(self, chain: Sequence[bytes]) -> None:
         for store in self._stores():
-            store.touch(hashes)
+            store.touch(chain)
 
     def find(self, hashes: Sequence[bytes], prefix: Sequence[bytes] = ()) -> Question[int]:
         """Return how many of `hashes` can be read, up to the first that cannot. `prefix` are the blocks before them in
@@ -128,10 +129,8 @@ class StorageLeader(EngineTiers):
         finally:
             for tier in self._asked_tiers:
                 tier.forget_request(name)
-        self.touch([*prefix, *hashes[:count]])
         self.counters.durations["match"].observe(self._clock() - began_s)
-        self.counters.count_match(count, len(hashes))
-        self.counters.note_hits({}, len(hashes))
+        self.note_request([*prefix, *hashes[:count]], count, len(hashes))
         return count
 
     def which(self, hashes: Sequence[bytes]) -> Question[list[bool]]:
@@ -147,7 +146,7 @@ class StorageLeader(EngineTiers):
         finally:
             for tier in self._asked_tiers:
                 tier.forget_request(name)
-        self.touch([one for one, is_there in zip(hashes, found, strict=True) if is_there])
+        self._touch([one for one, is_there in zip(hashes, found, strict=True) if is_there])
         return found
 
     def read(self, hashes: Sequence[bytes], lend: Lend) -> Question[None]:

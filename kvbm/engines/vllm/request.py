@@ -43,7 +43,7 @@ class VllmRequest:
     def of(cls, request: Request, media: RequestMedia | None) -> VllmRequest:
         params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
         limits = params if isinstance(params, dict) else {}
-        if not _is_named(request):
+        if not is_named(request):
             limits = BYPASS
         return cls(request, _limit(limits, "max_load_tokens"), _limit(limits, "max_offload_tokens"), media)
 
@@ -83,7 +83,7 @@ def prompt_hashes(
     return hashes
 
 
-def _is_named(request: Request) -> bool:
+def is_named(request: Request) -> bool:
     """Return whether the block hashes of a request name its blocks. They do not in two cases:
 
     - A client can add tokens to a resumable request (streaming input). vLLM then replaces the last token, and its hash.

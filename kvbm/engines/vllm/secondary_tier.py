@@ -1,28 +1,34 @@
-"""KvbmTier: disk (G3) and shared tier (G4) below the host memory of vLLM's own offloading.
+"""KvbmTier: disk (G3) below the host memory of vLLM's own offloading.
 
 vLLM's OffloadingConnector copies blocks between the device and a region of host memory. It hands every block of that
 region to the tiers below it, and asks them for blocks that it has not:
 
-    lookup          whether a block can be read: HIT, MISS, or RETRY while a shared store is asked
+    lookup          whether a block can be read: HIT or MISS
     submit_load     a job: copy blocks into these rows of the region
     submit_store    a job: take blocks over from these rows
     get_finished_jobs, drain_jobs    report each job once; a load names the blocks that have arrived
 
-All of these run in the thread of vLLM's scheduler, which owns the StorageLeader, and none waits but `drain_jobs`. A row
-is copied by a thread of this process, from or into a slot of kvbm's own memory (G2). No other process has the region,
-so a late read of a drive, or of a process that was stopped, ends in a slot that stays reserved. A job that takes too
-long is given up: it is reported when its thread has stopped copying.
+All of these run in the thread of vLLM's scheduler, which owns the StorageLeader. A row is copied by a thread of this
+process, from or into a slot of kvbm's own memory (G2). No other process has the region, so a late read of a drive, or
+of a process that was stopped, ends in a slot that stays reserved. A job that takes too long is given up: it is reported
+when its thread has stopped copying.
 
 vLLM ends the engine at any exception of a tier. No method raises one: any doubt is a MISS, or a job that has failed.
+From the first change of the weights on, everything is a MISS until vLLM is started again: vLLM's own host memory may
+keep blocks of the former weights, and hands them to this tier without saying so. A reset of it counts as a change.
+
+vLLM names a request, and says nothing else of it. So `on_new_request` of the connector is wrapped: blocks of adapters
+and media, whose names are the clients', and of requests whose hashes do not name their blocks, are not kept.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,13 +39,14 @@ import numpy as np
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.config.connector import KEY, resolve_connector
 from kvbm.device.worker import HostCapacity
-from kvbm.engines.engine_code import module_if_installed
+from kvbm.engines.engine_code import call_before, module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.engines.vllm import idle_engine, loads
 from kvbm.engines.vllm.beginning import log_as_vllm_does, refuse_rival
 from kvbm.engines.vllm.engine_facts import VllmFacts
+from kvbm.engines.vllm.flags import OFFLOADING_CONNECTOR, TIER
 from kvbm.engines.vllm.identity import identity
-from kvbm.engines.vllm.offloading import OffloadedRequests
+from kvbm.engines.vllm.request import is_named
 from kvbm.engines.vllm.weight_updates import watch
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import BlockLayout
@@ -47,16 +54,19 @@ from kvbm.host.segment import Segment
 from kvbm.identity.description import Description, describe
 from kvbm.leader.opening import EngineAtStart, open_storage_leader
 from kvbm.observe.telemetry import Telemetry
-from kvbm.tiers.settings import EngineTraits, LeaderCallbacks
+from kvbm.tiers.settings import SLICE_BLOCKS, EngineTraits, LeaderCallbacks
 
 if TYPE_CHECKING:
-    from kvbm.leader.storage_leader import Loan, Question, StorageLeader
+    from vllm.v1.request import Request
+
+    from kvbm.leader.storage_leader import Loan, Question
 
 INTERFACE = "vllm.v1.kv_offload.tiering.base"
 OFFLOADING = "vllm.v1.kv_offload.base"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 PLACE = f"secondary_tiers.{KEY}"
 GROUP_BYTES = 4  # of a key: the index of the KV cache group, after the block hash
-STORE_LIMIT_S = 2.0  # until a block that lower tiers have no room for is given up
+STORE_LIMIT_S = 2.0  # without a block that moves, until a store is given up
 COPYING_THREADS = 2
 POLL_S = 0.0005
 
@@ -64,53 +74,31 @@ log = logging.getLogger(__name__)
 
 _interface = module_if_installed(INTERFACE)
 _offloading = module_if_installed(OFFLOADING)
-_HIT, _MISS, _RETRY = (
-    getattr(getattr(_offloading, "LookupResult", None), name, None) for name in ("HIT", "MISS", "RETRY")
-)
+_HIT, _MISS = (getattr(getattr(_offloading, "LookupResult", None), name, None) for name in ("HIT", "MISS"))
 _Tier: Any = getattr(_interface, "SecondaryTierManager", object)
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Blocks that move between rows of vLLM's region and tiers. `copied` are the positions whose bytes have arrived,
-    in the order in which they did. The copying threads append to it; the scheduler's thread does all else."""
+    """Blocks that move between rows of vLLM's region and slots. `copied` are the positions whose bytes have arrived.
+    The copying threads append to it; the scheduler's thread does all else."""
 
     job_id: int
-    keys: Sequence[bytes]
-    rows: Sequence[int]
-    is_load: bool
-    request_id: str
-    end_s: float
     began_s: float
+    is_load: bool
+    end_s: float
+    request_id: str = ""
+    keys: Sequence[bytes] = ()
+    rows: Sequence[int] = ()
     question: Question[Any] | None = None
     copies: list[Future[None]] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
-    is_given_up: bool = False
+    stored: bool = False
+    is_given_up: bool = True  # until it is known to be valid
 
     def is_copied(self) -> bool:
         """Whether no thread copies any more."""
         return all(copy.done() for copy in self.copies)
-
-
-@dataclass(slots=True, eq=False)
-class _Lookup:
-    """The keys of a request that a shared store has to answer: those of a step together."""
-
-    unasked: dict[bytes, None] = field(default_factory=dict)
-    asked: Sequence[bytes] = ()
-    answered: set[bytes] = field(default_factory=set)
-    question: Question[int] | None = None
-
-    def advance(self, leader: StorageLeader) -> None:
-        if self.question is None and self.unasked:
-            self.asked, self.unasked = list(self.unasked), {}
-            self.question = leader.find(self.asked)
-        if self.question is not None:
-            try:
-                next(self.question)
-            except StopIteration:
-                self.answered.update(self.asked)
-                self.question = None
 
 
 class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type checker
@@ -126,42 +114,39 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """Open the tiers. `primary_kv_view`: uint8 [rows, bytes of a row]. Raises ProfileError or
-        EnvironmentProblem."""
+        """Open the tier. `primary_kv_view`: bytes [rows, bytes of a row]. Raises ProfileError or EnvironmentProblem."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm_does()
         refuse_rival()
         self.boundary = Boundary()
-        self._vllm_config: Any = loads.last_config()
-        if self._vllm_config is None:
-            raise EnvironmentProblem(
-                "kvbm does not know the model of this engine: vLLM has not called its plugin `kvbm`",
-                hint="add `kvbm` to VLLM_PLUGINS, or unset it",
-            )
+        self._vllm_config: Any = _only_cache_of(loads.last_config())
         self._config = resolve_connector(options, os.environ, engine="vllm", place=PLACE)
-        if not self._config.tiers.has_lower:
+        if self._config.tiers.disk is None or self._config.tiers.shared is not None:
             raise EnvironmentProblem(
-                "kvbm has no tier below vLLM's host memory", hint=f"set `{PLACE}.tiers.disk` or `{PLACE}.tiers.shared`"
+                "below vLLM's own offloading, kvbm has a disk tier and no other",
+                hint=f"set `{PLACE}.tiers.disk`, and remove `shared`",
             )
-        facts = VllmFacts.of(self._vllm_config)
-        self._requests = OffloadedRequests(self.boundary, self.weights_may_change)
+        self._rows = np.asarray(primary_kv_view)
+        if self._rows.itemsize != 1 or not self._rows.flags.c_contiguous:
+            raise EnvironmentProblem("this version of vLLM has another layout of host memory than kvbm knows")
+        self._requests: dict[str, int] = {}  # that may use the cache, with how many blocks were found for them
         self._jobs: dict[int, _Job] = {}
         self._results: list[Any] = []
         self._failed: dict[str, set[bytes]] = {}  # by request: keys whose load has failed
         self._readable: set[bytes] = set()  # until the end of this step
-        self._lookups: dict[str, _Lookup] = {}  # by request: what a shared store has to answer
-        self._has_former = False  # vLLM's host memory may have blocks of former weights
+        self._cause = ""  # why nothing is found or stored any more
         self._threads = ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="kvbm-copy")
-        self._rows = np.asarray(primary_kv_view)
+        facts = VllmFacts.of(self._vllm_config)
         self._telemetry = Telemetry(
             self._config.metrics, engine=facts.index, control_directory=os.environ.get(CONTROL_VARIABLE)
         )
         self._open(facts)
         watch(self)
         idle_engine.watch_cores()
+        call_before(importlib.import_module(CONNECTOR).OffloadingConnector, "on_new_request", _note_request)
 
     def _open(self, facts: VllmFacts) -> None:
-        """Open the tiers. Raises EnvironmentProblem."""
+        """Open the tier. Raises EnvironmentProblem."""
         spec = self._offloading_spec.config
         layout = BlockLayout.block_contiguous(block_count=len(self._rows), block_bytes=self._rows.shape[1])
         host = self._config.tiers.host_memory()
@@ -180,14 +165,12 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
             raise
         self.boundary.counters = self._leader.counters
         self._telemetry.watch(self._leader, idle_engine.wake)
-        log.info("kvbm: %d blocks of %d bytes between vLLM's host memory and the tiers", *self._segment.payload.shape)
+        log.info("kvbm: %d blocks of %d bytes between vLLM's host memory and the disk", *self._segment.payload.shape)
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and names of a row."""
         spec = self._offloading_spec.config
         facts, doubt = identity(self._vllm_config)
-        if not doubt and getattr(self._vllm_config.model_config, "is_multimodal_model", False):
-            doubt = "vLLM does not say which images a block has, and clients may choose their names"
         rows = {
             "groups": [repr(group) for group in spec.groups],
             "blocks": [spec.cache.blocks_per_chunk, spec.cache.tokens_per_hash, spec.worker_kv_bytes_per_block],
@@ -195,65 +178,65 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         }
         return describe({**facts, "offloading": rows}, doubt)
 
+    @contained()
+    def note_request(self, request: Request) -> None:
+        """Note a request that arrives, before vLLM asks for its blocks."""
+        if is_named(request) and request.lora_request is None and not getattr(request, "mm_features", None):
+            self._requests[request.request_id] = 0
+
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return HIT if a block can be read, RETRY while a shared store is asked, else MISS. vLLM asks for one block
-        after the other; the answers for those that follow are found together."""
-        if key in self._readable and req_context.req_id not in self._failed:
+        """Return HIT if a block can be read, else MISS. vLLM asks for one block after the other; the answers for those
+        that follow are found together."""
+        request_id = req_context.req_id
+        if key in self._readable and request_id in self._requests and request_id not in self._failed:
             return _HIT
         try:
-            return self._looked_up(key, req_context)
+            return _HIT if self._is_found(key, req_context) else _MISS
         except Exception as error:  # a decorator would take as long as the lookup
             self.boundary.caught("KvbmTier.lookup", error, turns_off=True)
             return _MISS
 
-    def _looked_up(self, key: bytes, req_context: Any) -> Any:
+    def _is_found(self, key: bytes, req_context: Any) -> bool:
         request_id = req_context.req_id
-        if self.boundary.is_off or self._has_former or key in self._failed.get(request_id, ()):
-            return _MISS
-        if self._leader.readable([key]):
-            keys = list(getattr(req_context, "_offload_key_positions", ()))  # of the request, by group, in order
-            following = keys[keys.index(key) :] if key in keys else [key]
-            self._readable.update(following[: self._leader.readable(following)])
-            return _HIT
-        if not self._leader.asks_others:
-            return _MISS
-        lookup = self._lookups.setdefault(request_id, _Lookup())
-        if key in lookup.answered:
-            return _MISS
-        lookup.unasked.setdefault(key)
-        return _RETRY
+        if self.boundary.is_off or self._cause or request_id not in self._requests:
+            return False
+        if key in self._failed.get(request_id, ()) or not self._leader.readable([key]):
+            return False
+        keys = list(_positions(req_context))
+        following = keys[keys.index(key) :] if key in keys else [key]
+        found = self._leader.readable(following)
+        self._readable.update(following[:found])
+        self._requests[request_id] = max(found, self._requests[request_id])
+        return True
 
     @contained()
     def submit_load(self, job_metadata: Any) -> None:
-        self._submit(job_metadata, self._config.onboard.disk_timeout_s)
+        self._submit(job_metadata, is_load=True, limit_s=self._config.onboard.disk_timeout_s)
 
     @contained()
     def submit_store(self, job_metadata: Any) -> None:
-        self._submit(job_metadata, STORE_LIMIT_S)
+        self._submit(job_metadata, is_load=False, limit_s=STORE_LIMIT_S)
 
-    def _submit(self, metadata: Any, limit_s: float) -> None:
-        """Note a job. It begins at the end of this step."""
-        now_s, keys = time.monotonic(), list(metadata.keys)
-        job = _Job(
-            metadata.job_id,
-            keys,
-            [int(row) for row in metadata.chunk_ids],
-            metadata.is_promotion,
-            metadata.req_context.req_id,
-            now_s + limit_s,
-            now_s,
-        )
-        self._jobs[job.job_id] = job
-        is_stale = not job.is_load and self._requests.is_stale(job.request_id)
-        if len(job.rows) != len(keys) or any(not 0 <= row < len(self._rows) for row in job.rows):
-            raise InvariantError(f"job {job.job_id} of vLLM has {len(keys)} keys and the rows {job.rows[:8]}")
-        if self.boundary.is_off or self._has_former or is_stale:
-            job.is_given_up = True
+    def _submit(self, metadata: Any, *, is_load: bool, limit_s: float) -> None:
+        """Note a job, which begins at the end of this step. One that raises here is reported as failed."""
+        now_s = time.monotonic()
+        job = self._jobs[metadata.job_id] = _Job(metadata.job_id, now_s, is_load, now_s + limit_s)
+        job.request_id = metadata.req_context.req_id
+        positions = _positions(metadata.req_context)
+        moves = [(key, int(row)) for key, row in zip(metadata.keys, metadata.chunk_ids, strict=True)]
+        moves.sort(key=lambda move: positions.get(move[0], 0))  # vLLM stores a set; the order of a chain counts
+        job.keys, job.rows = [key for key, _ in moves], [row for _, row in moves]
+        if any(not 0 <= row < len(self._rows) for row in job.rows):
+            raise InvariantError(f"job {job.job_id} of vLLM has the rows {job.rows[:8]} of {len(self._rows)}")
+        if self.boundary.is_off or self._cause or job.request_id not in self._requests:
             return
-        ask = self._leader.read if job.is_load else self._leader.write
-        job.question = ask(keys, partial(self._lend, job))
+        ask = self._leader.read if is_load else self._leader.write
+        job.question = ask(job.keys, partial(self._lend, job))
+        job.is_given_up = False
 
     def _lend(self, job: _Job, loan: Loan) -> None:
+        if not job.is_load:
+            job.end_s = time.monotonic() + STORE_LIMIT_S
         job.copies.append(self._threads.submit(self._copy, job, loan))
 
     def _copy(self, job: _Job, loan: Loan) -> None:
@@ -284,82 +267,84 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
 
     @hook()
     def _advance(self) -> None:
-        """Let the tiers and the jobs continue."""
+        """Let the tier and the jobs continue."""
         self._leader.step()
-        for lookup in self._lookups.values():
-            lookup.advance(self._leader)
         for job in list(self._jobs.values()):
-            self._continue(job)
-
-    def _continue(self, job: _Job) -> None:
-        job.is_given_up |= time.monotonic() > job.end_s
-        if not job.is_given_up and job.question is not None:
-            try:
-                next(job.question)
-            except StopIteration:
+            job.is_given_up |= time.monotonic() > job.end_s
+            if not job.is_given_up and job.question is not None:
+                try:
+                    next(job.question)
+                except StopIteration as end:
+                    job.stored = not job.is_load and all(end.value)
+                    self._end(job)
+            elif job.is_copied():
+                if job.question is not None:
+                    job.question.close()
                 self._end(job)
-        elif job.is_copied():
-            if job.question is not None:
-                job.question.close()
-            self._end(job)
 
     @contained()
     def _end_jobs(self) -> None:
-        """End the jobs of a cache that is off, and those that no question answers. Asks no metadata."""
-        if not self.boundary.is_off:
-            return
-        for job in list(self._jobs.values()):
+        """End the jobs of a cache that is off. Asks no metadata."""
+        for job in list(self._jobs.values()) if self.boundary.is_off else ():
             job.is_given_up = True
             if job.is_copied():
                 self._end(job)
 
     def _end(self, job: _Job) -> None:
         """Report a job. No thread copies for it any more."""
-        del self._jobs[job.job_id]
-        good = [job.keys[position] for position in job.copied]
-        is_whole = len(good) == len(job.keys)
-        if job.is_load and not is_whole:
+        good = [job.keys[position] for position in job.copied] if not self._cause else []
+        if job.is_load and len(good) < len(job.keys) and job.request_id in self._requests:
             self._failed.setdefault(job.request_id, set()).update(set(job.keys).difference(good))
         self._results.append(
             _interface.JobResult(  # type: ignore[union-attr]  # vLLM calls this
                 job.job_id,
-                success=is_whole if job.is_load else not job.is_given_up,
+                success=bool(good) and len(good) == len(job.keys) if job.is_load else job.stored,
                 successful_keys=good if job.is_load and good else None,
                 transfer_time=time.monotonic() - job.began_s,
                 transfer_bytes=len(good) * self._rows.shape[1],
             )
         )
+        del self._jobs[job.job_id]
 
     @contained(False)
     def has_pending_work(self) -> bool:
-        return bool(self._jobs or self._results) or self._leader.is_busy()
-
-    @contained()
-    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        self._leader.touch(list(keys))
+        return bool(self._jobs or self._results) or (not self.boundary.is_off and self._leader.is_busy())
 
     def on_new_request(self, req_context: Any) -> Any:
         return _offloading.RequestOffloadingContext()  # type: ignore[union-attr]  # vLLM calls this
 
     @contained()
     def on_request_finished(self, req_context: Any) -> None:
+        """Forget a request. Its blocks become recent: vLLM does not say when it uses one in its host memory."""
         self._failed.pop(req_context.req_id, None)
-        lookup = self._lookups.pop(req_context.req_id, None)
-        if lookup is not None and lookup.question is not None:
-            lookup.question.close()
-        self._requests.end(req_context.req_id)
+        found = self._requests.pop(req_context.req_id, None)
+        if found is not None and not self.boundary.is_off:
+            keys = list(_positions(req_context))
+            self._leader.note_request(keys[:SLICE_BLOCKS], found, len(keys))
 
     @contained()
     def drain_jobs(self) -> None:
-        """End every job, and forget every block: vLLM resets its host memory next, possibly because the weights change.
-        Waits at most STORE_LIMIT_S."""
-        end_s = time.monotonic() + STORE_LIMIT_S
-        while self._jobs and not self.boundary.is_off and time.monotonic() < end_s:
-            self._advance()
-            time.sleep(POLL_S)
+        """End every job: vLLM resets its host memory next, possibly because the weights change. Waits for the copy of
+        one block at most, and for the disk to forget its blocks, which takes 2 s at most."""
+        self.weights_may_change("a reset of vLLM's offloading")
+
+    @contained()
+    def weights_may_change(self, cause: str) -> None:
+        """Give up every job, and forget every block. Nothing is found or stored any more."""
+        is_first = not self._cause
+        self._cause = self._cause or cause
+        self._readable.clear()
         self._give_up()
-        self._forget("vLLM's offloading was reset, possibly because the weights change")
-        self._has_former = False
+        if is_first:
+            log.warning("kvbm: nothing is read from disk or stored there until vLLM is started again: %s", cause)
+            self._reset()
+
+    @hook()
+    def _reset(self) -> None:
+        self._leader.reset(ends_persistence=True)
+
+    def adapter_is_loaded(self, adapter: Any) -> None:
+        """Do nothing: no block of an adapter is kept."""
 
     def _give_up(self) -> None:
         """End every job. Waits until no thread copies: for the copy of one block at most."""
@@ -370,35 +355,54 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         self._end_jobs()
 
     @contained()
-    def weights_may_change(self, cause: str) -> None:
-        """Forget every block, here and in vLLM's host memory: vLLM itself keeps blocks of former weights there."""
-        self._give_up()
-        self._has_former = True
-        self._forget(f"{cause} can change the weights")
-        self._requests.reset_host_memory()
-
-    def adapter_is_loaded(self, adapter: Any) -> None:
-        self._requests.adapter_is_loaded(adapter)
-
-    @hook()
-    def _forget(self, why: str) -> None:
-        log.warning("kvbm: %s: every block is deleted, and no later one will outlive this engine", why)
-        self._readable.clear()
-        self._requests.change()
-        self._leader.reset(ends_persistence=True)
-
-    @contained()
     def shutdown(self) -> None:
         """Write what is due, as far as the time allows, and free everything. vLLM unmaps its region next."""
-        self._give_up()
-        self._threads.shutdown()
-        if self.boundary.is_off:
-            self._leader.abandon()
-        else:
-            self._leader.close()
-        self._rows = np.empty((0, 0), np.uint8)  # vLLM cannot release a region that is in use
-        self._segment.close()
-        self._telemetry.close()
+        end_s = time.monotonic() + STORE_LIMIT_S
+        try:
+            while self._jobs and not self.boundary.is_off and time.monotonic() < end_s:
+                self._advance()
+                time.sleep(POLL_S)
+            self._give_up()
+            self._threads.shutdown()
+            if self.boundary.is_off:
+                self._leader.abandon()
+            else:
+                self._leader.close()
+        finally:
+            self._rows = np.empty((0, 0), np.uint8)  # vLLM cannot release a region that is in use
+            self._segment.close()
+            self._telemetry.close()
+
+
+def _only_cache_of(vllm_config: Any) -> Any:
+    """Return the engine's configuration. EnvironmentProblem if anything else loads KV: kvbm would store what it loads,
+    and another cache may load KV of other weights."""
+    if vllm_config is None:
+        raise EnvironmentProblem(
+            "kvbm does not know the model of this engine: vLLM has not called its plugin `kvbm`",
+            hint="add `kvbm` to VLLM_PLUGINS, or unset it",
+        )
+    transfer = vllm_config.kv_transfer_config
+    tiers = transfer.kv_connector_extra_config.get("secondary_tiers")
+    if transfer.kv_connector != OFFLOADING_CONNECTOR or [one.get("type") for one in tiers] != [TIER]:
+        raise EnvironmentProblem(
+            f"{TIER} requires {OFFLOADING_CONNECTOR} to be the only connector, and no other tier beside itself",
+            hint="remove the others from `--kv-transfer-config`",
+        )
+    return vllm_config
+
+
+def _note_request(connector: Any, request: Request) -> None:
+    """Tell the tiers of this connector of a request. Called before the connector's own method; raises nothing."""
+    scheduler = getattr(connector, "connector_scheduler", None)
+    for tier in getattr(getattr(scheduler, "manager", None), "secondary_tiers", ()):
+        if isinstance(tier, KvbmTier):
+            tier.note_request(request)
+
+
+def _positions(req_context: Any) -> dict[bytes, int]:
+    """Return the keys of a request in the order of their chain, each with the number of tokens until its end."""
+    return getattr(req_context, "_offload_key_positions", None) or {}
 
 
 def _no_device_blocks(block_ids: Sequence[int]) -> None:
