@@ -73,7 +73,7 @@ class HostTierSection(SizedTier):
     managed_by: Literal["kvbm", "engine"] = Field(
         default="kvbm",
         description="Who copies blocks to host memory and back: kvbm's connector, or with `engine` vLLM's own "
-        "offloading, with kvbm's disk and shared tier below it (docs/guide/vllm-offloading.md).",
+        "offloading, with kvbm's disk tier below it (docs/guide/vllm-offloading.md).",
     )
 
 
@@ -512,8 +512,10 @@ def _below_offloading(tiers: Tiers, engine: EngineSection | None) -> Tiers:
     if engine is not None and not engine.offloads:
         able = kinds_that(lambda form: form.offloads)
         raise WrongKey("host", f"`managed_by: engine` requires {able}; `{engine.kind}` has no offloading of its own")
-    if not tiers.has_lower:
-        raise WrongKey("host", "`managed_by: engine` requires `tiers.disk` or `tiers.shared`, which kvbm adds below it")
+    if tiers.disk is None:
+        raise WrongKey("host", "`managed_by: engine` requires `tiers.disk`, which kvbm adds below it")
+    if tiers.shared is not None:
+        raise WrongKey("shared", "cannot be used with `tiers.host.managed_by: engine`; remove one of them")
     if host.blocks is not None:
         raise WrongKey("host", "`managed_by: engine` requires `capacity` in place of `blocks`: vLLM takes bytes")
     if "eviction" in host.model_fields_set and host.eviction != "lru":
@@ -561,7 +563,7 @@ class Profile(Section):
             offload.require_tiers(tiers)
             if tiers.are_below_engine and "to_host" in offload.model_fields_set:
                 message = (
-                    "has no effect with `tiers.host.managed_by: engine`: vLLM copies all computed blocks; remove it"
+                    "has no effect with `tiers.host.managed_by: engine`: vLLM copies all blocks at once; remove it"
                 )
                 raise WrongKey("to_host", message)
         return offload

@@ -161,7 +161,8 @@ def _bound(profile: Profile, memory: HostMemory, ranks: int, pending: int) -> tu
     if profile.tiers.are_below_engine:
         facts = os.statvfs(SHARED_MEMORY)
         free = facts.f_bavail * facts.f_frsize
-        return free - margin_of(free), f"in {SHARED_MEMORY}, from which {kind_of(profile).traits.title} takes it"
+        left = max(0, free - pending - free // 10)
+        return left, f"in {SHARED_MEMORY}, from which {kind_of(profile).traits.title} takes it"
     if profile.transfer.numa and not kind_of(profile).uses_host_memory(profile):
         return _room_on_nodes(memory, ranks, pending), "for these ranks on the NUMA nodes of the GPUs"
     return None, ""

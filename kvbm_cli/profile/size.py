@@ -46,7 +46,9 @@ def takes_evicted(profile: Profile, sizing: Sizing) -> bool:
     from kvbm.leader.late_offloads import reason_to_copy_at_once
 
     engine, device = profile.engine.kind, sizing.device
-    if not ENGINES[engine].shows_evictions or sizing.snapshot or not kind_of(profile).has_prefix_caching(profile):
+    if not ENGINES[engine].shows_evictions or sizing.snapshot or profile.tiers.are_below_engine:
+        return False
+    if not kind_of(profile).has_prefix_caching(profile):
         return False
     if profile.offload.to_host != "auto" or device is None:
         return profile.offload.to_host == "on_evict"

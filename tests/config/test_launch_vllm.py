@@ -305,6 +305,7 @@ def test_kvbm_is_a_tier_below_vllms_own_offloading():
     (tier,) = extra["secondary_tiers"]
     assert (tier["type"], tier["module_path"]) == ("KvbmTier", "kvbm.vllm_integration.secondary_tier")
     assert (extra["spec_name"], extra["cpu_bytes_to_use"], extra["eviction_policy"]) == ("Other", 2 << 30, "lru")
+    assert extra["offload_prompt_only"] is False
     config = resolve_connector({"kvbm": tier["kvbm"]}, {}, engine="vllm")
     assert (config.tiers.host, config.tiers.disk.capacity_bytes) == (None, 4 << 30)
     assert launch.metrics_url == "http://127.0.0.1:6880/metrics"
@@ -313,7 +314,7 @@ def test_kvbm_is_a_tier_below_vllms_own_offloading():
 @pytest.mark.parametrize(
     ("engine", "tiers", "offload", "message"),
     [
-        ({}, {"host": {"capacity": "1GiB"}}, {}, "requires `tiers.disk` or `tiers.shared`"),
+        ({}, {"host": {"capacity": "1GiB"}}, {}, "requires `tiers.disk`"),
         ({}, {"host": {"blocks": 10}, "disk": {"blocks": 10}}, {}, "requires `capacity` in place of `blocks`"),
         (
             {},

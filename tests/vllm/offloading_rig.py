@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -28,7 +29,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from kvbm.engines.make_model import materialise
-from kvbm.engines.vllm import loads, offloading
+from kvbm.engines.vllm import loads, secondary_tier
 from kvbm.engines.vllm.secondary_tier import KvbmTier
 
 ROW_BYTES = 8192
@@ -38,7 +39,16 @@ NAMES = itertools.count()
 
 @functools.cache
 def vllm_config():
-    return EngineArgs(model=str(materialise("vllm-25m")), dtype="float32", max_model_len=2048).create_engine_config()
+    tier = {"type": "KvbmTier", "module_path": "kvbm.vllm_integration.secondary_tier"}
+    transfer = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]},
+    )
+    arguments = EngineArgs(
+        model=str(materialise("vllm-25m")), dtype="float32", max_model_len=2048, kv_transfer_config=transfer
+    )
+    return arguments.create_engine_config()
 
 
 def key_of(number: int, group: int = 0) -> bytes:
@@ -92,18 +102,16 @@ class Offloading:
         self.rows = None  # vLLM cannot release a region that is in use
         self.manager.shutdown()
 
-    def request(self) -> ReqContext:
-        """A new request."""
+    def request(self, keys: Sequence[bytes] = (), **facts: object) -> ReqContext:
+        """A new request for blocks with these keys; `facts` are attributes of vLLM's request."""
         context = ReqContext(f"request-{next(self.numbers)}")
-        facts = SimpleNamespace(
-            request_id=context.req_id,
-            lora_request=None,
-            kv_transfer_params=None,
-            num_preemptions=0,
-            num_computed_tokens=0,
-            status=SimpleNamespace(name="WAITING"),
+        for at, key in enumerate(keys):
+            context.set_offload_key_position(key, BLOCK_TOKENS * (at + 1))
+        plain = {"lora_request": None, "mm_features": [], "resumable": False, "prompt_is_token_ids": None}
+        secondary_tier._note_request(
+            SimpleNamespace(connector_scheduler=SimpleNamespace(manager=self.manager)),
+            SimpleNamespace(request_id=context.req_id, **plain | facts),
         )
-        offloading._note_request(None, facts)
         self.manager.on_new_request(context)
         return context
 
@@ -114,7 +122,9 @@ class Offloading:
         """Step until neither vLLM nor the tier has work, and the tier is on."""
         self.step()
         end_s = time.monotonic() + timeout_s
-        while self.manager.has_pending_work() or not (self.tier.boundary.is_off or self.tier._leader.is_on):
+        while self.manager.has_pending_work() or not (
+            self.tier.boundary.is_off or self.tier._cause or self.tier._leader.is_on
+        ):
             assert time.monotonic() < end_s, f"still busy: {self.manager._jobs}"
             self.step()
             time.sleep(0.001)
@@ -128,19 +138,19 @@ class Offloading:
             self.step()
             time.sleep(0.001)
 
-    def begin_store(self, keys: Collection[bytes]) -> ReqContext:
-        """Put blocks into vLLM's host memory, from where they go to the tier."""
-        context = self.request()
+    def begin_store(self, keys: Collection[bytes], **facts: object) -> ReqContext:
+        """Put blocks into vLLM's host memory, from where they go to the tier, in any order as in vLLM."""
+        context = self.request(list(keys), **facts)
         output = self.manager.prepare_store(list(keys), context)
         assert output is not None, "vLLM has no room"
         for key, row in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
             self.rows[row] = bytes_of(key)
         if output.keys_to_store:
-            self.manager.complete_store(output.keys_to_store, context)
+            self.manager.complete_store(set(output.keys_to_store), context)
         return context
 
-    def store(self, keys: Collection[bytes]) -> None:
-        context = self.begin_store(keys)
+    def store(self, keys: Collection[bytes], **facts: object) -> None:
+        context = self.begin_store(keys, **facts)
         self.settle()
         self.manager.on_request_finished(context)
 
@@ -153,9 +163,9 @@ class Offloading:
                 break
         return found
 
-    def load(self, keys: Sequence[bytes], timeout_s: float = 20.0) -> int:
+    def load(self, keys: Sequence[bytes], timeout_s: float = 20.0, **facts: object) -> int:
         """Return how many blocks a new request finds in vLLM's host memory in the end, each with the right bytes."""
-        context, end_s = self.request(), time.monotonic() + timeout_s
+        context, end_s = self.request(keys, **facts), time.monotonic() + timeout_s
         found = self.ask(keys, context)
         while LookupResult.HIT_PENDING in found or LookupResult.RETRY in found:
             assert time.monotonic() < end_s, found

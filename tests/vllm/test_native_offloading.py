@@ -76,11 +76,10 @@ def test_other_weights_never_answer(models, tmp_path):  # noqa: F811
         assert new.cached == 0
         assert differs(new, old)
         call(server, "reload_weights", weights_path=str(model))
+        assert server.reset_prefix_cache(external=True), "vLLM itself keeps what it has in its host memory"
         again = server.ask(prompt)
         assert again.cached == 0
         assert_equal({"prompt": again}, {"prompt": old})
-        assert server.reset_prefix_cache(external=False)
-        assert server.ask(prompt).cached == CACHED, "vLLM's host memory goes on"
     with start(disk, tuned) as server:
         last = server.ask(prompt)
         assert last.cached == 0, "nothing outlives an engine whose weights have changed"

@@ -11,13 +11,16 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
-from offloading_rig import Offloading, bytes_of, key_of
+from offloading_rig import Offloading, bytes_of, key_of, vllm_config
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_server import disk_process
 
-from kvbm.engines.vllm import secondary_tier, weight_updates
+from kvbm.child import deadlines
+from kvbm.engines.vllm import weight_updates
+from kvbm.errors import EnvironmentProblem
 
 pytestmark = pytest.mark.timeout(300)
 FIRST, SECOND = [key_of(number) for number in range(8)], [key_of(number) for number in range(8, 16)]
@@ -41,10 +44,18 @@ def stopped_disk():
         process.send_signal(signal.SIGCONT)
 
 
+def reset(rig):
+    rig.manager.reset_cache()
+
+
+def reload(_rig):
+    weight_updates._note_rpc(None, "reload_weights")
+
+
 def test_blocks_that_vllm_has_evicted_come_back(rig):
     rig.store(FIRST)
     rig.store(SECOND)
-    assert rig.ask(FIRST, rig.request())[0] is LookupResult.HIT_PENDING
+    assert rig.ask(FIRST, rig.request(FIRST))[0] is LookupResult.HIT_PENDING
     rig.settle()
     assert rig.load(FIRST) == 8
     assert rig.load(SECOND) == 8
@@ -89,7 +100,7 @@ def read_late(rig):
     rig.store(FIRST)
     rig.store(SECOND)
     for _ in range(4):
-        context = rig.request()
+        context = rig.request(FIRST)
         with stopped_disk():
             rig.ask(FIRST, context)
             began_s = time.monotonic()
@@ -120,55 +131,116 @@ def test_a_store_that_was_given_up_is_never_found_with_other_bytes(tmp_path):
         assert found > 0
 
 
-def test_a_reset_waits_one_deadline_and_leaves_no_job(rig):
-    rig.store(FIRST)
-    rig.store(SECOND)
-    with stopped_disk():
-        context = rig.request()
-        rig.ask(FIRST, context)
-        rig.step()
-        began_s = time.monotonic()
-        rig.manager.reset_cache()  # it asserts that no job is left
-        assert time.monotonic() - began_s < secondary_tier.STORE_LIMIT_S + 5
-    rig.settle()
-    assert rig.load(FIRST) == rig.load(SECOND) == 0
-    rig.store(OTHERS)
-    rig.store(FIRST)
-    assert rig.load(OTHERS) == 8, "the cache goes on for this engine"
+def test_a_reset_waits_for_no_read_and_leaves_no_job(tmp_path):
+    with Offloading(tmp_path, host_blocks=8) as rig:
+        rig.store(FIRST)
+        rig.store(SECOND)
+        with stopped_disk():
+            context = rig.request(FIRST)
+            rig.ask(FIRST, context)
+            rig.step()
+            began_s = time.monotonic()
+            rig.manager.reset_cache()  # it asserts that no job is left
+            assert time.monotonic() - began_s < deadlines.ANSWER_LIMIT_S + 5
+        rig.settle()
+        assert rig.load(FIRST) == rig.load(SECOND) == 0
 
 
-def test_no_block_is_found_after_the_weights_may_have_changed(rig, tmp_path):
-    rig.store(FIRST)
-    rig.store(SECOND)
-    weight_updates._note_rpc(None, "reload_weights")
-    assert rig.load(FIRST) == rig.load(OTHERS) == 0
-    begun = rig.begin_store(OTHERS)  # as long as vLLM's host memory was not reset
-    rig.settle()
-    rig.manager.on_request_finished(begun)
-    rig.manager.reset_cache()
-    assert rig.load(OTHERS) == 0
-    rig.store(OTHERS)
-    rig.store(FIRST)
-    assert rig.load(OTHERS) == 8
-
-
-def test_nothing_outlives_the_engine_after_a_change(tmp_path):
+@pytest.mark.parametrize("change", [reload, reset])
+def test_nothing_is_found_or_stored_after_the_weights_may_have_changed(tmp_path, change):
     with Offloading(tmp_path) as rig:
         rig.store(FIRST)
-        weight_updates._note_rpc(None, "reload_weights")
-        rig.manager.reset_cache()
         rig.store(SECOND)
+        begun = rig.begin_store(OTHERS[:4])
+        change(rig)
+        rig.settle()
+        rig.manager.on_request_finished(begun)
+        rig.manager.reset_cache()
+        rig.store(OTHERS)
+        rig.store(FIRST)
+        assert rig.load(OTHERS) == 0
+        rig.manager.reset_cache()
+        assert rig.load(FIRST) == 0
     with Offloading(tmp_path) as rig:
-        assert rig.load(FIRST) == rig.load(SECOND) == 0
+        assert rig.load(FIRST) == rig.load(SECOND) == rig.load(OTHERS) == 0
+
+
+UNNAMED = {
+    "an adapter": {"lora_request": object()},
+    "an image": {"mm_features": [object()]},
+    "streaming input": {"resumable": True},
+    "tokens and embeddings": {"prompt_is_token_ids": [True]},
+}
+
+
+@pytest.mark.parametrize("facts", UNNAMED.values(), ids=UNNAMED)
+def test_blocks_whose_names_do_not_say_what_they_hold_are_not_kept(rig, facts):
+    rig.store(FIRST, **facts)
+    rig.store(SECOND)
+    rig.store(OTHERS)
+    assert rig.load(FIRST) == 0
+    assert rig.load(SECOND, **facts) == 0
+    assert rig.load(SECOND) == 8
+
+
+def test_a_chain_is_stored_whole_however_slow_the_steps_are(tmp_path):
+    keys = [key_of(number) for number in range(256)]
+    with Offloading(tmp_path, rows=256, disk_blocks=400) as rig:
+        begun = rig.begin_store(keys)
+        while rig.manager._jobs:
+            rig.step()
+            time.sleep(0.3)
+        rig.settle()
+        rig.manager.on_request_finished(begun)
+        rig.store([key_of(1000 + number) for number in range(256)][:64])
+    with Offloading(tmp_path, rows=256, disk_blocks=400) as rig:
+        assert rig.load(keys) == 256
+
+
+def test_a_job_that_cannot_be_read_is_reported_as_failed(rig):
+    rig.tier.submit_load(SimpleNamespace(job_id=99, keys=None, chunk_ids=[1], req_context=rig.request()))
+    rig.tier.submit_store(SimpleNamespace(job_id=100, keys=FIRST, chunk_ids=[99] * 8, req_context=rig.request()))
+    results = list(rig.tier.get_finished_jobs())
+    found = [(one.job_id, one.success, one.successful_keys) for one in results]
+    assert found == [(99, False, None), (100, False, None)]
+
+
+def test_a_request_that_has_ended_leaves_nothing_behind(tmp_path):
+    with Offloading(tmp_path, host_blocks=8) as rig:
+        rig.store(FIRST)
+        rig.store(SECOND)
+        with stopped_disk():
+            context = rig.request(FIRST)
+            rig.ask(FIRST, context)
+            rig.step()
+            rig.manager.on_request_finished(context)
+            rig.settle_jobs()
+        assert not rig.tier._failed
+        assert not rig.tier._requests
+
+
+def test_another_cache_beside_it_is_refused(monkeypatch, tmp_path):
+    config = vllm_config()
+    for name, extra in {
+        "MultiConnector": {"connectors": []},
+        "OffloadingConnector": {"secondary_tiers": [{"type": "fs"}, {"type": "KvbmTier"}]},
+    }.items():
+        transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config={"secondary_tiers": [], **extra})
+        monkeypatch.setattr(config, "kv_transfer_config", transfer)
+        with pytest.raises(EnvironmentProblem, match="the only connector, and no other tier"):
+            Offloading(tmp_path)
 
 
 def test_an_exception_below_is_a_miss_and_each_job_is_reported(rig, monkeypatch):
     rig.store(FIRST)
     rig.store(SECOND)
-    context = rig.request()
-    rig.ask(FIRST, context)
+    context = rig.request(FIRST)
+    rig.ask(FIRST[:4], context)
+    begun = rig.begin_store(OTHERS[:2])
     monkeypatch.setattr(rig.tier._leader, "step", lambda: 1 / 0)
+    monkeypatch.setattr(rig.tier._leader, "is_busy", lambda: True)
     rig.settle()
+    rig.manager.on_request_finished(begun)
     assert rig.ask(FIRST, context) == [LookupResult.MISS]
     begun = rig.begin_store(OTHERS)
     rig.settle()

@@ -90,6 +90,7 @@ def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, obj
         base = {"kv_connector": OFFLOADING_CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         tier = {"type": TIER, "module_path": TIER_MODULE, **contents}
         contents = {"cpu_bytes_to_use": host.capacity_bytes, "eviction_policy": "lru", "secondary_tiers": [tier]}
+        contents["offload_prompt_only"] = not profile.offload.generated
         extra = {"spec_name": "TieringOffloadingSpec", **extra}
     return {**base, **added, "kv_connector_extra_config": {**extra, **contents}}
 
