@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sqlite3
+from contextlib import closing
 
 import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, assembled, instance_of, make_hash, opened, settings_for
@@ -248,7 +249,7 @@ def test_block_that_was_written_again_elsewhere_is_read_from_there(tmp_path):
     found, good, counters = recovered_and_good(tmp_path)
     assert found == good == {7, 8}
     assert counters.dropped_rows == 0
-    with sqlite3.connect(instance_of(tmp_path) / "index.sqlite") as connection:
+    with closing(sqlite3.connect(instance_of(tmp_path) / "index.sqlite")) as connection:
         assert connection.execute("SELECT slot FROM blocks ORDER BY slot").fetchall() == [(2,), (5,), (13,)]
 
 

@@ -1,8 +1,10 @@
 """Which cache an engine gets, what it costs, and that nobody else can read it."""
 
 import errno
+import gc
 import os
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -20,7 +22,9 @@ from kvbm.tiers.disk import files
 from kvbm.tiers.disk import instance as instance_module
 from kvbm.tiers.disk.directory import InstanceLock, reclaim_oldest
 from kvbm.tiers.disk.files import Alignment, Arena, NoRoom, dio_alignment
+from kvbm.tiers.disk.index import BlockIndex
 from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.notes import NoteTable
 from kvbm.tiers.disk.settings import Namespace
 from kvbm.tiers.disk.storage import DiskStorage
 from kvbm_cli.store.caches import index_to_read, list_caches
@@ -229,6 +233,33 @@ def test_cache_that_cannot_be_opened_for_an_unforeseen_reason_is_not_used(tmp_pa
         assert rig.tier.path != instance
         assert rig.tier.counters.unusable_instances == 1
     assert "ValueError: planted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "code"),
+    [
+        (BlockIndex, "load", sqlite3.SQLITE_IOERR),
+        (BlockIndex, "load", sqlite3.SQLITE_CORRUPT),
+        (NoteTable, "__init__", sqlite3.SQLITE_IOERR),
+    ],
+    ids=["unreadable", "damaged", "unreadable-notes"],
+)
+def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, owner, name, code):
+    """SQLite's lock would otherwise last until the garbage collector finds the connection, which is in a cycle."""
+    fill(tmp_path)
+
+    def fails(*_):
+        error = sqlite3.OperationalError("planted")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(owner, name, fails)
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(EnvironmentProblem, match="planted") as caught, opened(tmp_path):
+        pass
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert caught.tb is not None  # keeps what failed alive
 
 
 def test_directory_that_is_a_link_or_open_to_all_is_refused(tmp_path):

@@ -150,10 +150,10 @@ class BlockIndex:
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute(SCHEMA)
             _require_table(connection)
+            return cls(connection)
         except BaseException:
             connection.close()
             raise
-        return cls(connection)
 
     @classmethod
     def open_copy(cls, copy: Path) -> BlockIndex:
@@ -162,10 +162,10 @@ class BlockIndex:
         try:
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
             connection.execute("SELECT count(*) FROM blocks").fetchone()
+            return cls(connection)
         except BaseException:
             connection.close()
             raise
-        return cls(connection)
 
     def load(self, hash_bytes: int) -> Recovered:
         """Load all rows of one snapshot. Raises sqlite3.Error, also for a row whose slot is not a number."""

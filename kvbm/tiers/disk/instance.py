@@ -229,13 +229,13 @@ class Instance:
             _remove(*index_files(path / INDEX))
             self.arena.resize(0, zerofill=False, progress=None)
         intact_bytes = min(self.arena.length(), shape.arena_bytes)
-        self.recovered = self._load_index(intact_bytes // shape.slot_bytes)
         try:
+            self.recovered = self._load_index(intact_bytes // shape.slot_bytes)
             _take_space(self.arena, shape, wanted)
             self._write_superblock(former)
         except BaseException:
-            assert self.index is not None
-            self.index.close()
+            if self.index is not None:
+                self.index.close()
             raise
 
     def _read_superblock(self) -> Superblock | None:
