@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
 
 from aiohttp import web
@@ -45,12 +46,19 @@ def _is_worth_a_traceback(record: logging.LogRecord) -> bool:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Listen on all addresses of `host`. Raise OSError if it is not possible."""
+    """Listen on all addresses of `host` that this machine has. Raise OSError, with a number, if it is not possible."""
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
+        if error.errno is None:  # later Pythons try every address; if this machine has none of them, they say only that
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from error
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
+            )
+        except socket.gaierror:  # it has IPv6 addresses only
+            raise error from None
         for address in dict.fromkeys(str(one[4][0]) for one in found):  # `localhost` on a machine without IPv6
             await web.TCPSite(runner, address, port).start()
