@@ -30,7 +30,8 @@ from kvbm_cli.app import run
 
 ROOT = Path(__file__).resolve().parents[1]
 SNAPSHOTS = Path(__file__).parent / "cli" / "snapshots"
-PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
+# Like the installed program, it imports nothing from the current directory.
+PROGRAM = (sys.executable, "-P", "-c", "from kvbm_cli.app import main; main()")
 HANGS_S = 240  # of a program that hangs; a busy machine takes a quarter of it for a start and a stop
 FAKE_ENGINE = Path(__file__).parent / "cli" / "fake_engine.py"
 
