@@ -381,7 +381,7 @@ def test_arms_that_take_the_memory_that_is_free_run_in_turn(capacity, interleave
     (cell,) = setup.cells
     assert cell.schedule.arms == "interleaved"
     assert setup.interleaved(cell) is interleaved
-    found = [one for one in caveats_of(setup) if "takes a share of the host memory that is free" in one]
+    found = [one for one in caveats_of(setup) if "takes most of the memory or disk space that is free" in one]
     assert len(found) == (not interleaved)
 
 

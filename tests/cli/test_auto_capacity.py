@@ -326,14 +326,6 @@ def test_a_cache_of_this_model_keeps_its_size_whatever_else_is_there(tmp_path):
     assert found == 100 * 131072 // MIB * MIB < capacity
 
 
-@pytest.mark.parametrize(("changes", "together"), [([], 3), (["--set", "tiers.host.capacity=auto"], 1)])
-def test_engines_of_a_benchmark_run_in_turn_if_each_takes_what_is_free(tmp_path, changes, together):
-    done = kvbm_here("bench", "--profile", "demo", *changes, "--dry-run", "--json", home=tmp_path)
-    assert done.exit_code == 0, done.stderr
-    (cell,) = json.loads(done.stdout)["cells"]
-    assert {len(group["arms"]) for group in cell["order"]} == {together}
-
-
 def test_serve_says_what_it_chose(tmp_path):
     (tmp_path / "mine.yaml").write_text(CPU % 100)
     done = kvbm_here("serve", "-p", str(tmp_path / "mine.yaml"), "--dry-run", "--json", home=tmp_path)
