@@ -11,12 +11,13 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbm.config.engine import DEFAULT_KIND
+from kvbm.config.document import entry_at, parse_document
+from kvbm.config.engine import DEFAULT_KIND, ENGINES
 from kvbm.config.sizes import format_size
 from kvbm.engines.table import kind_of, make_model
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 TRIAL, PROFILE, WORKLOAD = "try.json", "tried.yaml", "requests.yaml"
-TIERS = "\ntiers:\n  host:\n    capacity: auto\n"
 LEAST_RUN_S = 60.0
 KEPT_TRIALS = 20
 
@@ -145,8 +145,7 @@ def _prepared(request: TryRequest) -> Path:
     profile, notes = _absolute(request.words[0]), list[str]()
     if start is not None:
         profile, notes = str(directory / PROFILE), list(start.notes)
-        is_sized = "\ntiers:" in start.text or any(one.startswith("tiers.host.") for one in request.overrides)
-        write_new(directory / PROFILE, start.text + ("" if is_sized else TIERS))
+        write_new(directory / PROFILE, _with_tiers(start.text, request.overrides))
     resolved = resolve_to_start(profile, overrides=request.overrides)
     server, engine = resolved.profile.server, resolved.profile.engine
     notes.append(f"the engines of the trial listen on {LOOPBACK} and free ports, not on {server.host}:{server.port}")
@@ -163,8 +162,7 @@ def _prepared(request: TryRequest) -> Path:
         notes.append(f"on a CPU, G1 is set with and without kvbm: {', '.join(g1)}")
     resolved = with_capacities(resolved)
     sizing = sizes(resolved, found)
-    if (host := resolved.profile.tiers.host) is not None and "G2" in resolved.chosen:
-        notes.append(f"kvbm uses {format_size(host.capacity_bytes or 0)} of host memory: {resolved.chosen['G2']}")
+    notes += _chosen_sizes(resolved)
     for one in () if sizing is None else tier_warnings(resolved, sizing):
         show_warning(one)
     speed = speed_of(resolved.profile, found, on_cpu=on_cpu)
@@ -192,6 +190,25 @@ def _prepared(request: TryRequest) -> Path:
         notes.append(f"the plan assumes that G1 holds {g1_tokens:,} tokens; the first engine reports it")
     _announce(trial, speed, notes, directory, minutes=request.minutes or MOST_MINUTES)
     return directory
+
+
+def _with_tiers(text: str, overrides: Sequence[str]) -> str:
+    """Return the text of a profile with the tier that kvbm sizes, if neither it nor an override has one: host memory,
+    or disk below an engine that has host memory of its own."""
+    kind = entry_at(parse_document(text, label=PROFILE)[0], ("engine", "kind"))
+    assert kind is not None, "an imported profile names its engine"
+    tier = "disk" if ENGINES[str(kind.value)].keeps_host_memory else "host"
+    if "\ntiers:" in text or any(one.startswith(f"tiers.{tier}.") for one in overrides):
+        return text
+    return f"{text}\ntiers:\n  {tier}:\n    capacity: auto\n"
+
+
+def _chosen_sizes(resolved: ResolvedProfile) -> Iterator[str]:
+    """Yield a note for each tier whose size kvbm chose."""
+    tiers = resolved.profile.tiers
+    for key, tier, what in (("G2", tiers.host, "host memory"), ("G3", tiers.disk, "disk")):
+        if tier is not None and key in resolved.chosen:
+            yield f"kvbm uses {format_size(tier.capacity_bytes or 0)} of {what}: {resolved.chosen[key]}"
 
 
 def _new_directory() -> Path:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -243,8 +244,9 @@ def test_a_state_directory_that_cannot_be_written(tmp_path, kvbm, monkeypatch):
 @pytest.mark.parametrize(("gib", "is_enough"), [(2, False), (64, True)])
 def test_host_memory_is_what_the_machine_can_spare(gib, is_enough, tmp_path, monkeypatch, state, capsys):
     monkeypatch.setattr(Memory, "available_bytes", gib << 30)
+    request = of_vllm(tmp_path)
     with pytest.raises(UsageError, match="cannot ask"):
-        try_engine(of_vllm(tmp_path))
+        try_engine(replace(request, overrides=[*request.overrides, "offload.to_host=always"]))
     directory, _ = only(state)
     profile = yaml.safe_load((directory / "tried.yaml").read_text())
     assert profile["tiers"]["host"] == {"capacity": "auto"}
@@ -252,6 +254,19 @@ def test_host_memory_is_what_the_machine_can_spare(gib, is_enough, tmp_path, mon
     shown = capsys.readouterr().err
     assert re.search(rf"kvbm uses [\d.]+ [GM]iB of host memory: .*{gib}\.0 GiB available \(a test", shown)
     assert ("so it adds little" in shown) is not is_enough
+
+
+def test_below_an_engine_with_host_memory_of_its_own_kvbm_sizes_a_disk(tmp_path, state, monkeypatch, capsys):
+    held = {"distribution": "sglang", "version": "0.5.23", "script": None, "has_kvbm": True}
+    monkeypatch.setenv("FAKE_VLLM", json.dumps(held))
+    monkeypatch.setattr(command, "gpus", lambda visible: ())
+    write_model(tmp_path / "model", SMALL)
+    words = ["python", "-m", "sglang.launch_server", "--model-path", str(tmp_path / "model"), "--tp", "2"]
+    with pytest.raises(UsageError, match="cannot ask"):
+        try_engine(TryRequest(words=words, overrides=[f"engine.python={FAKE_VLLM}"]))
+    directory, _ = only(state)
+    assert yaml.safe_load((directory / "tried.yaml").read_text())["tiers"] == {"disk": {"capacity": "auto"}}
+    assert re.search(r"kvbm uses [\d.]+ .iB of disk: ", capsys.readouterr().err)
 
 
 def nvidia_smi(tmp_path, monkeypatch, used_mib):
