@@ -19,6 +19,7 @@ import itertools
 import math
 import random
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,11 +33,12 @@ from kvbm.errors import KvbmError, ProfileError, UsageError
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
-from kvbm_cli.profile.import_command import examined_command
+from kvbm_cli.profile.import_command import examined_command, import_words
 from kvbm_cli.profile.machine_problems import problems_here, require_none
 from kvbm_cli.profile.preflight import check, examine_here
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.system.tls import is_https, tls_context
+from kvbm_cli.terminal.console import print_note
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -57,6 +59,9 @@ OF_MACHINE = ("engine.model", "engine.python", "server.host", "metrics.host", "t
 ArmKind = Literal["kvbm", "baseline", "profile", "floor", "url"]
 _URL = re.compile(r"(?:(?P<name>[A-Za-z0-9_-]{1,40})=)?(?P<url>https?://.*)")
 _COMMAND = re.compile(r"(?:(?P<name>[a-z0-9_-]{1,40})=)?(?P<command>\S+\s.*)", re.DOTALL)
+# Flags by which an engine has another cache; an arm cannot have them, because kvbm sets them.
+_FLAG_OF_A_CACHE = re.compile(r"--(?:kv[-_]offloading[-_]|hicache[-_]storage[-_]backend)[\w-]*")
+_PUT_BACK = re.compile(r"not carried over: `(?:--kv-transfer-config(?:`| with )|LMCACHE_[^`$]*`)")
 _ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(?:/\S*)?")
 
 
@@ -268,6 +273,9 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
     _require_comparable(measured, resolved)
     found = {key: (one.value, another.value) for key, one, another in differences(measured, resolved)}
     name = free_name((command and command["name"]) or resolved.name, (*RESERVED, *taken))
+    for note in () if command is None else import_words(shlex.split(command["command"])).notes:
+        if not (is_baseline and _PUT_BACK.match(note)):
+            print_note(f"note: arm {name}: {note}")
     return Arm(name, "baseline" if is_baseline else "profile", resolved, differences=found)
 
 
@@ -277,8 +285,12 @@ def _command_in(text: str) -> re.Match[str] | None:
 
 
 def _started_by(command: str) -> tuple[ResolvedProfile, bool]:
-    """Return the profile of a command line, and whether it is without kvbm. ProfileError for its mistakes."""
+    """Return the profile of a command line, and whether it is without kvbm. ProfileError for its mistakes, UsageError
+    for a cache that the arm would not have."""
     examined, has_kvbm = examined_command(command)
+    if not has_kvbm and (flag := _FLAG_OF_A_CACHE.search(command)) is not None:
+        hint = "configure it by `--kv-transfer-config`, or start the engine and compare with `NAME=http://HOST:PORT`"
+        raise UsageError(f"an arm of `--compare` cannot have a cache by `{flag[0]}`: kvbm sets this flag", hint=hint)
     if examined.mistakes:
         raise together(examined.mistakes)
     assert examined.resolved is not None, "a profile without mistakes is resolved"

@@ -400,7 +400,7 @@ def test_arms_that_take_the_memory_that_is_free_run_in_turn(capacity, interleave
     assert len(found) == (not interleaved)
 
 
-def test_an_arm_by_command_line_keeps_its_own_cache():
+def test_an_arm_by_command_line_keeps_its_own_cache(capsys):
     variables = "LMCACHE_MAX_LOCAL_CPU_SIZE=60"
     command = (
         f"lmcache={variables} vllm serve Qwen/Qwen3-8B --max-model-len 32768 --port 9 --kv-transfer-config '{LMCACHE}'"
@@ -413,6 +413,18 @@ def test_an_arm_by_command_line_keeps_its_own_cache():
     plan = kind_of(arm.resolved.profile).launch_plan(arm.resolved.profile, connector=False, port=1)
     assert json.loads(plan.argv[plan.argv.index("--kv-transfer-config") + 1]) == json.loads(LMCACHE)
     assert plan.environment["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "60"
+    assert capsys.readouterr().err == ""
+
+
+def test_what_an_arm_by_command_line_lacks_is_listed(capsys):
+    variables = "LMCACHE_CONFIG_FILE=a.yaml LMCACHE_MAX_LOCAL_CPU_SIZE=$SIZE"
+    engine = f"vllm serve Qwen/Qwen3-8B --config x.yaml --api-key {SECRET} --kv-transfer-config '{LMCACHE}'"
+    comparison_of(("vllm",), (), (f"lmcache={variables} {engine}",))
+    found = capsys.readouterr().err
+    assert re.findall("note: arm lmcache: not carried over: `([^` ]+)", found) == [
+        *("--config", "--api-key", "LMCACHE_MAX_LOCAL_CPU_SIZE=$SIZE"),
+    ]
+    assert SECRET not in found
 
 
 def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
@@ -431,6 +443,9 @@ def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
         ("vllm serve other/model", "`engine.model` is"),
         ("x=vllm serve Qwen/Qwen3-8B --kv-transfer-config {", "must be a JSON object"),
         ("echo vllm", "starts no engine"),
+        ("x=vllm serve Qwen/Qwen3-8B --kv-offloading-size 40", "cannot have a cache by `--kv-offloading-size`"),
+        ("bash -c 'vllm serve Qwen/Qwen3-8B --kv_offloading_backend=native'", "by `--kv_offloading_backend`"),
+        ("python -m sglang.launch_server --model a --hicache-storage-backend file", "by `--hicache-storage-backend`"),
     ],
 )
 def test_a_wrong_arm_by_command_line_is_refused(command, message):
