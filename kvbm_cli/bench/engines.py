@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import shutil
 import tempfile
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvbm.config.schema import Profile
 from kvbm.config.values import count_of
@@ -21,17 +22,22 @@ from kvbm.engines.table import kind_of
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm.host.directories import make_private_directories
 from kvbm.host.machine_memory import margin_of
-from kvbm.sizing.tiers import Sizing
+from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
 from kvbm_cli.bench.load.control import Control, api_key, served_model
 from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.workload.script import Tokenize
 from kvbm_cli.engine.process import EngineProcess, choose_port
-from kvbm_cli.profile.auto_capacity import with_capacities
-from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.profile.auto_capacity import engine_bytes, with_capacities
+from kvbm_cli.profile.machine_problems import memory_bytes
+from kvbm_cli.profile.size import size_if_known, size_of
+from kvbm_cli.runs.memory_claims import MemoryClaim, claiming, make, release
 from kvbm_cli.system.filesystem import remove_tree
 from kvbm_cli.terminal.console import print_note
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
 
 LOOPBACK = "127.0.0.1"
 
@@ -120,8 +126,27 @@ class ArmEngines:
         found = self._arm(arm)
         if found.url is not None:
             return nullcontext(self.open_url(found))
+        return self._claimed(found, arm, log, room)
+
+    @contextmanager
+    def _claimed(self, found: Arm, arm: str, log: Path, room: NeededRoom | None) -> Iterator[RunningEngine]:
+        """Start an engine. No other start takes its memory until it is healthy, or has failed."""
         assert found.resolved is not None
-        profile = (with_capacities(found.resolved) if found.has_kvbm else found.resolved).profile
+        with claiming():
+            resolved = with_capacities(found.resolved) if found.has_kvbm else found.resolved
+            claim = make(_claim_of(resolved, has_kvbm=found.has_kvbm))
+        with ExitStack() as stack:
+            try:
+                engine = stack.enter_context(self._launched(found, resolved.profile, arm, log, room))
+            finally:
+                if claim is not None:
+                    release(claim)
+            yield engine
+
+    def _launched(
+        self, found: Arm, profile: Profile, arm: str, log: Path, room: NeededRoom | None
+    ) -> AbstractContextManager[RunningEngine]:
+        assert found.resolved is not None
         if found is not self._comparison.measured:
             profile = with_free_metrics_port(profile)
         if found.kind == "floor" and room is not None:
@@ -152,6 +177,16 @@ class ArmEngines:
         if measured.resolved is None:
             return self._comparison.arms[0]
         return self._comparison.floor or Arm(RECORDING, "baseline", measured.resolved)
+
+
+def _claim_of(resolved: ResolvedProfile, *, has_kvbm: bool) -> MemoryClaim:
+    sizing: Sizing | SizeUnknown
+    try:
+        sizing = size_of(resolved)
+    except SizeUnknown as error:
+        sizing = error
+    blocks = memory_bytes(resolved.profile, sizing) if has_kvbm else 0
+    return MemoryClaim(os.getpid(), blocks, engine_bytes(resolved.profile, sizing) or 0)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +16,12 @@ from terminal import kvbm_here
 from kvbm.config.connector import resolve_connector
 from kvbm.config.sizes import parse_size
 from kvbm.engines.table import load
-from kvbm.errors import ProfileError
+from kvbm.errors import EngineError, ProfileError
 from kvbm.host.machine_memory import HostMemory
 from kvbm.tiers.disk.directory import ARENA, SUPERBLOCK
 from kvbm.tiers.disk.superblock import Superblock, write_superblock
+from kvbm_cli.bench import engines
+from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.auto_capacity import with_capacities
 from kvbm_cli.profile.machine_problems import _memory as memory_problems  # of another machine
@@ -214,6 +217,34 @@ def test_a_claim_counts_until_the_engine_is_healthy_or_the_start_fails(tmp_path)
             run.end(1, "failed")
         assert memory_claims.claims() == []
         run.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_of_a_benchmark_claims_its_memory_until_it_is_healthy(fails, tmp_path, monkeypatch):
+    """While it starts, another benchmark starts one."""
+    monkeypatch.setattr("kvbm_cli.profile.auto_capacity.THIS_MACHINE", Machine(tmp_path, 96 * GIB).memory)
+    (tmp_path / "mine.yaml").write_text(CPU % 100)
+    start, taken = engines.ArmEngines(comparison_of((str(tmp_path / "mine.yaml"),), (), ())), []
+
+    @contextmanager
+    def launched(profile, log, *, has_kvbm):
+        taken.append(profile.tiers.host.capacity_bytes)
+        if len(taken) == 1:
+            with start("kvbm", tmp_path, None):
+                (claim,) = memory_claims.claims()
+                assert claim.memory_bytes == pytest.approx(taken[0], abs=MIB)
+                assert claim.engine_bytes >= 100 * 128 * 1024
+        if fails:
+            raise EngineError("not started")
+        yield
+
+    monkeypatch.setattr(engines, "launched", launched)
+    with suppress(EngineError), start("kvbm", tmp_path, None):
+        assert memory_claims.claims() == []
+    assert memory_claims.claims() == []
+    assert len(taken) == 2
+    assert taken[0] > 80 * GIB
+    assert sum(taken) <= 96 * GIB
 
 
 def test_the_claim_of_a_killed_launcher_counts_no_longer():
