@@ -83,7 +83,7 @@ def try_engine(request: TryRequest, *, engines: OpenArm | None = None, limits: V
         raise UsageError("`--resume` continues a trial as it was: leave out the command and the other options")
     if request.trace is not None and request.workload is not None:
         raise UsageError("`--trace` and `--workload` both set the requests: give one of them")
-    directory = BenchDirectory(request.resume or _prepared(request))
+    directory = BenchDirectory(_prepared(request) if request.resume is None else _with_trial(request.resume))
     trial = directory.read_json(TRIAL)
     if request.resume is None and not request.is_confirmed and not is_confirmed("start?"):
         return 0
@@ -221,6 +221,15 @@ def _new_directory() -> Path:
                 if path.name != PROFILE:
                     remove_tree(path) if path.is_dir() else path.unlink()
     return Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%dT%H-%M-%S-"), dir=parent))
+
+
+def _with_trial(path: Path) -> Path:
+    """Return the directory of a trial to continue. UsageError if it was emptied, or is none."""
+    if not (path / TRIAL).exists():
+        hint = f"`kvbm try {path / PROFILE}` measures its profile again" if (path / PROFILE).exists() else None
+        message = f"{path} cannot be continued: it has no {TRIAL}, which only the newest {KEPT_TRIALS} trials keep"
+        raise UsageError(message, hint=hint)
+    return path
 
 
 def _announce(

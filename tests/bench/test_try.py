@@ -332,6 +332,9 @@ def test_of_old_trials_only_the_profile_remains(tmp_path, state):
     first, second, third, *_ = sorted(state.iterdir())
     assert [sorted(path.name for path in one.iterdir()) for one in (first, second)] == [["tried.yaml"]] * 2
     assert sorted(path.name for path in third.iterdir()) == ["runs", "tried.yaml", "try.json"]
+    with pytest.raises(UsageError, match="which only the newest 20 trials keep") as caught:
+        try_engine(TryRequest(resume=first))
+    assert caught.value.hint == f"`kvbm try {first}/tried.yaml` measures its profile again"
 
 
 def test_a_container_is_not_started():
