@@ -106,9 +106,10 @@ def _launches_of(text: str) -> list[Launch]:
     """Return every start of an engine. ProfileError for a text that is not read to its end."""
     found: list[Launch] = []
     problem: ProfileError | None = None
+    exported: dict[str, Word] = {}
     for block, line in fenced(text):
         try:
-            found += _of_block(block, line)
+            found += _of_block(block, line, exported)
         except ProfileError as error:  # another language
             problem = problem or error
     if problem is not None and not found:
@@ -119,7 +120,7 @@ def _launches_of(text: str) -> list[Launch]:
     return found[:MAX_LAUNCHES]
 
 
-def _of_block(text: str, line: int) -> list[Launch]:
+def _of_block(text: str, line: int, exported: dict[str, Word]) -> list[Launch]:
     if _YAML.match(text):
         try:
             return read_yaml(text, line)
@@ -127,7 +128,7 @@ def _of_block(text: str, line: int) -> list[Launch]:
             if found := read_lines(text, line).results():  # a Makefile
                 return found
             raise
-    script = read_text(text, line)
+    script = read_text(text, line, exported)
     found = script.results()
     for _, document in () if found else script.documents:
         found += read_yaml(document, document.line) if _YAML.match(document) else []

@@ -18,6 +18,7 @@ import yaml
 
 from kvbm.config.flags import flag_name
 from kvbm.engines.trtllm.options import SAME_OPTION
+from kvbm.engines.vllm.flags import TIER
 
 MAX_DEPTH = 60  # levels of a value
 READS = (
@@ -107,7 +108,7 @@ class Launch:
     @property
     def has_kvbm(self) -> bool:
         """Whether it starts the engine with a block manager of this name."""
-        is_ours = any('"DynamoConnector"' in word or '"PdConnector"' in word for word in self.words)
+        is_ours = any(f'"{name}"' in word for word in self.words for name in ("DynamoConnector", "PdConnector", TIER))
         return "kvbm" in self.words or is_ours or "DYN_KVBM_CPU_CACHE_GB" in self.environment
 
 

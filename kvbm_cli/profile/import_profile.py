@@ -30,7 +30,7 @@ from kvbm.engines.make_model import MODELS
 from kvbm.engines.model_facts import SYNTHETIC_PREFIX, preset_facts
 from kvbm.engines.sglang.options import STORAGE as SGLANG_STORAGE
 from kvbm.engines.table import examine_written
-from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE
+from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, TIER
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import MAX_SHOWN, shown
 from kvbm_cli.profile.import_launch import (
@@ -54,12 +54,15 @@ WIDTH = 118
 MAX_KEY = 500  # characters; YAML has at most 1024 in front of a colon
 SERVER_PORT = 8000  # the default of `server.port`
 OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
+_KEYS = {"model": "engine.model", "host": "server.host", "port": "server.port"}  # of flags that are no argument
 _TRANSFER = "kv_transfer_config"
+_OF_TIER = ("kv_connector", "kv_role", "spec_name", TIER)
 _STORAGE = "hicache_storage_backend_extra_config"
 _READ_BY_SGLANG = ("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token")  # of these entries
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
 # Those of one engine: of vLLM and TensorRT-LLM, and of SGLang.
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "tp_size", "pp_size")
+_WHOLE = re.compile(r"([1-9]\d{0,17})(?:\.0)?")
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
 _OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
 _METRICS_NOTE = (
@@ -264,7 +267,9 @@ class _Draft:
             elif values == [""]:  # as a script has it for a flag that it does not always use
                 self.leave(written, "its value is empty", word.line)
             elif any(self._is_unknown(written, one) for one in values):
-                self.unknown_flags.add(names_of(self.engine).get(name, name))
+                name = names_of(self.engine).get(name, name)
+                self.unknown_flags.add(name)
+                remove_mistaken(self.document, [Mistake("", "", key=_KEYS.get(name, f"{ARGUMENTS}{name}"))])
             else:
                 found = [_parsed(one) for one in values]
                 yield (
@@ -293,8 +298,8 @@ class _Draft:
         elif name == "model":
             if self.launch.model is None or not str(value).startswith("/"):  # else it is where a manifest mounts it
                 self.put("engine.model", str(value).removeprefix("hf://"), written, line)
-        elif name in ("host", "port"):
-            self.put(f"server.{name}", value, written, line)
+        elif name in _KEYS:
+            self.put(_KEYS[name], value, written, line)
         elif name == "kv_offloading_size":
             self.put("tiers.host.capacity", f"{value}GiB", written, line)
         elif name in _OPTIONS_FILES and isinstance(value, str):
@@ -322,10 +327,11 @@ class _Draft:
         self.connector = value
         leaves = list(_leaves(value))
         for name, one in leaves:
-            key = table("connector").get(name, "")
-            is_valid = isinstance(one, str) if key.endswith("directory") else type(one) is int and one > 0
-            if key and is_valid and entry_at(self.document, key.split(".")) is None:
-                self.put(key, exact_size(one) if key.endswith("capacity") else one, f"{name}: {one}", line)
+            if name == TIER:
+                self._take_sections(one, line)
+                self.put("tiers.host.managed_by", "engine", line=line)
+            elif key := table("connector").get(name):
+                self._take_size(key, name, one, line, block_size=dict(leaves).get("block_size"))
         names = [str(one) for name, one in leaves if name == "kv_connector"]
         if names == [CONNECTOR] and isinstance(value, dict):
             ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
@@ -333,19 +339,49 @@ class _Draft:
                 self.put(f"{ARGUMENTS}{_TRANSFER}", rest, line=line)
             return
         reason = _pairs()["reason"] if {*_pairs()["names"]} & {*names} else "kvbm replaces this connector"
-        self.leave(f"--kv-transfer-config with {', '.join(dict.fromkeys(names)) or json.dumps(value)}", reason, line)
+        if TIER in dict(leaves):
+            reason = "`kvbm serve` configures vLLM's connector itself"
+            names = [name for name, _ in leaves if name not in {*table("connector"), *_OF_TIER}]
+        if names or TIER not in dict(leaves):
+            what = ", ".join(dict.fromkeys(names)) or json.dumps(value)
+            self.leave(f"--kv-transfer-config with {what}", reason, line)
+
+    def _take_size(self, key: str, name: str, value: Any, line: int, *, block_size: object) -> None:
+        """Set a size or the directory of a tier from one of a connector. Its blocks may have a size of their own."""
+        found, text = _WHOLE.fullmatch(str(value)), f"{name}: {value}"
+        number = int(found[1]) if found is not None else 0
+        of_engine = _value(self.document, "engine", "arguments", "block_size")
+        if entry_at(self.document, key.split(".")) is not None:
+            self.leave(text, f"`{key}` is set already", line)
+        elif key.endswith("directory") and isinstance(value, str):
+            self.put(key, value, text, line)
+        elif key.endswith("directory") or not number:
+            self.leave(
+                text, "it must be a text" if key.endswith("directory") else "it must be a whole number above 0", line
+            )
+        elif key.endswith("capacity"):
+            self.put(key, exact_size(number), text, line)
+        elif block_size is None:
+            self.put(key, number, text, line)
+        elif type(block_size) is int and type(of_engine) is int and of_engine > 0 and block_size % of_engine == 0:
+            self.put(key, number * block_size // of_engine, f"{text} of {block_size} tokens", line)
+        else:
+            self.leave(text, f"`block_size: {block_size}` is no multiple of `--block-size` of the engine", line)
 
     def _take_storage(self, value: dict[str, Any], line: int) -> None:
         """Take over what SGLang reads of its storage's configuration, and the configuration of kvbm if it is that."""
         of_sglang = {name: value[name] for name in _READ_BY_SGLANG if name in value}
         if of_sglang:
             self.put(f"{ARGUMENTS}{_STORAGE}", of_sglang, line=line)
-        ours = value.get("kvbm")
-        for name, section in ours.items() if isinstance(ours, dict) else ():
-            self.put(str(name), section, line=line)
+        self._take_sections(value.get("kvbm"), line)
         others = [name for name in value if name not in {*of_sglang, "kvbm"}]
         if others:
             self.leave(f"{_STORAGE} with {', '.join(map(str, others))}", "kvbm replaces this storage", line)
+
+    def _take_sections(self, given: object, line: int) -> None:
+        """Take over the part of a profile that a configuration of kvbm has."""
+        for name, section in given.items() if isinstance(given, dict) else ():
+            self.put(str(name), section, line=line)
 
     def _take_variable(self, name: str, word: Word) -> None:
         reason = reason_to_leave("left_variables", name, {""})
@@ -456,7 +492,10 @@ def _plain(value: Any) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that have no section, at any depth, without those of tiers of another type than `fs`."""
+    """Yield the keys that have no section, at any depth, without those of tiers of another type than `fs`;
+    of kvbm's tier, its type and its configuration."""
+    if isinstance(value, dict) and value.get("type") == TIER:
+        yield TIER, value.get("kvbm")
     for name, one in value.items() if isinstance(value, dict) and value.get("type", "fs") == "fs" else ():
         inside = one if isinstance(one, list) else [one]
         if not any(isinstance(two, dict) for two in inside):

@@ -30,7 +30,7 @@ _VARIABLE = (
 _PIECE = re.compile(
     r"(?P<blank>[ \t\r]+|\\\n|(?<![^\s;&|()])\#[^\n]*)|(?P<end>[\n;&|()]+)"
     r"|(?P<placeholder><[A-Za-z][\w.-]*(?: [\w.-]+)*>)|(?P<away>\d*[<>]+[&|]?[ \t]*)"
-    rf"|(?P<array>[A-Za-z_]\w*\+?=\((?:{_SINGLE}|{_DOUBLE}|{_ASIDE}|\#[^\n]*|[^()'\"])*+\))|{_VARIABLE}"
+    rf"|(?P<array>[A-Za-z_]\w*\+?=\((?:{_SINGLE}|{_DOUBLE}|{_ASIDE}|(?<!\S)\#[^\n]*|[^()'\"])*+\))|{_VARIABLE}"
     rf"|(?P<single>{_SINGLE})|\$'(?P<ansi>(?:\\.|[^'\\])*)'|(?P<double>{_DOUBLE})|\\(?P<escaped>.)|(?P<plain>[^\s;&|()<>'\"\\$`{{\ue000]+|.)",
     re.DOTALL,
 )
@@ -43,7 +43,7 @@ _OPTION = re.compile("\ue000\\$\\{?(?:[0-9]|OPTARG)")  # what a script is given
 _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _HERE = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)")
-_TARGET = re.compile(r"(?:>|\btee\b)[ \t]*(?:[^\s<>;|&]*/)?([^\s<>;|&/-][^\s<>;|&/]*)")
+_TARGET = re.compile(r"(?:>|\btee\b)[ \t]*([^\s<>;|&-][^\s<>;|&]*)")
 _OPENS, _CLOSES = frozenset({"if", "while", "until", "for", "case"}), frozenset({"fi", "done", "esac"})
 _DECLARES = frozenset({"export", "declare", "readonly", "typeset", "local"})
 _IN_FRONT = _OPENS | _DECLARES | {"then", "else", "elif", "do", "{", "!", "time", "exec", "command"}
@@ -127,7 +127,8 @@ class CommandText:
             target = _TARGET.search(line)
             inside = "".join(f"{one}\n" for one in lines[at:end])
             inside = inside if match[1] else inside.replace("\\$", "$")
-            self.documents.append((target[1] if target is not None else "", Word(inside, first + at)))
+            name = target[1].rpartition("/")[2] if target is not None else ""
+            self.documents.append((name, Word(inside, first + at)))
             kept += [""] * (end + 1 - at)
             at = end + 1
         return "\n".join(kept)
@@ -270,12 +271,9 @@ class CommandText:
             image, words = container.image, container.words
             left = tuple(replace(one, what=str(finished(Word(one.what)))) for one in container.left)
         if (found := started(words, image)) is not None:
-            environment = self._environment_of(container, name, assigned)
             if len(self.launches) == MAX_LAUNCHES:
                 raise ProfileError(f"more than {MAX_LAUNCHES} commands start an engine")
-            for word in words[: len(words) - len(found.words)]:
-                if (one := _ASSIGNED.match(word)) and not one[2]:
-                    environment[one[1]] = Word(word[one.end() :], word.line)
+            environment = self._environment_of(container, name, assigned, words[: len(words) - len(found.words)])
             environment = {name: finished(word) for name, word in environment.items()}
             given = tuple(map(finished, found.words))
             launch = replace(found, name=f"line-{line}", words=given, environment=environment, left=left, line=line)
@@ -284,7 +282,8 @@ class CommandText:
         for at, word in enumerate(words):
             is_script = at > 0 and _BEHIND.fullmatch(words[at - 1]) and "$" in word
             if is_script or (re.search(r"\s", word) and STARTS.search(_MARKED.sub("", word))):
-                environment, arguments = self._environment_of(container, name, assigned), words[at + 2 :]
+                environment = self._environment_of(container, name, assigned, words[:at])
+                arguments = words[at + 2 :]
                 variables: dict[str, list[str]] = {name: [one] for name, one in environment.items()}
                 variables["@"] = [*arguments]
                 variables.update((str(number), [one]) for number, one in enumerate(arguments, start=1))
@@ -293,14 +292,20 @@ class CommandText:
                 self.launches[before:] = [replace(one, left=(*left, *one.left)) for one in self.launches[before:]]
 
     def _environment_of(
-        self, container: Container | None, program: str, assigned: Mapping[str, Word] | None
+        self, container: Container | None, program: str, assigned: Mapping[str, Word] | None, front: Sequence[Word]
     ) -> dict[str, Word]:
-        """Return the variables of a process that the text starts; one on another machine has other ones."""
+        """Return the variables of a process that the text starts behind the words `front`, of which `env` sets some;
+        one on another machine has other ones."""
+        matches = ((word, _ASSIGNED.match(word)) for word in front)
+        given = {one[1]: Word(word[one.end() :], word.line) for word, one in matches if one and not one[2]}
         if container is not None:
-            return dict(container.environment)
-        values = ((name, self.variables.get(name, [])) for name in (() if program in _ELSEWHERE else self.exported))
-        found = {name: value[0] for name, value in values if len(value) == 1}
-        return {name: Word(text, getattr(text, "line", 0)) for name, text in found.items()} | dict(assigned or {})
+            return container.environment | given
+        return ({} if program in _ELSEWHERE else self.environment()) | dict(assigned or {}) | given
+
+    def environment(self) -> dict[str, Word]:
+        """Return the variables that the text exports."""
+        values = ((name, self.variables.get(name, [])) for name in self.exported)
+        return {name: Word(one[0], getattr(one[0], "line", 0)) for name, one in values if len(one) == 1}
 
     def _nest(
         self, text: Word, depth: int, *, variables: Mapping[str, list[str]], exported: Mapping[str, None]

@@ -52,20 +52,25 @@ def fenced(text: str, line: int = 1) -> list[tuple[str, int]]:
 
 def read_page(text: Word, environment: Mapping[str, Word]) -> list[Launch]:
     """Return every start of an engine in the scripts of a text."""
-    return [launch for one, line in fenced(text, text.line) for launch in read_text(one, line, environment).results()]
+    exported = dict(environment)
+    return [launch for one, line in fenced(text, text.line) for launch in read_text(one, line, exported).results()]
 
 
-def read_text(text: str, line: int, environment: Mapping[str, Word] | None = None) -> CommandText:
-    """Read what a text starts. OpenQuote if it is not read to its end, and no line of it starts an engine."""
+def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
+    """Read what a text starts. OpenQuote if it is not read to its end, and no line of it starts an engine.
+
+    `exported` are variables of the shell; those of a script are added, for the next block of its page.
+    """
     instructions = list(_INSTRUCTION.finditer(text))
     if any(one[1] == "FROM" for one in instructions) and (found := _dockerfile(instructions)).launches:
         return found
     if _UNIT.search(text):
         for pattern, instead in _OF_UNIT:
             text = pattern.sub(instead, text)
-    script = CommandText(environment)
+    script = CommandText(exported)
     try:
         script.read(_PROMPT.sub("", text), line)
+        exported |= script.environment()
     except OpenQuote:  # another language, or prose
         if (found := read_lines(text, line)).launches:
             return found

@@ -143,10 +143,71 @@ def test_dotted_flags_of_a_connector_are_one_connector():
     assert "capacity: 1GiB " in text
 
 
-def test_a_number_of_blocks_of_vllm_becomes_one_of_host_memory():
-    extra = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"num_cpu_blocks": 1000}}
-    (text,) = profiles_of(f"vllm serve a/b --kv-transfer-config '{json.dumps(extra)}'")
-    assert "    blocks: 1000 " in text
+def of_offloading(extra: dict[str, object], flags: str = "") -> str:
+    """Return the profile of an engine with this configuration of vLLM's offloading."""
+    given = json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
+    (text,) = profiles_of(f"vllm serve a/b {flags} --kv-transfer-config '{given}'")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "blocks"),
+    [
+        ({}, "", "1000"),
+        ({"block_size": 64}, "--block-size 16", "4000"),
+        ({"block_size": 64}, "", None),
+        ({"block_size": 24}, "--block-size 16", None),
+    ],
+)
+def test_a_number_of_blocks_of_vllm_becomes_one_of_host_memory(size, flags, blocks):
+    text = of_offloading({**size, "num_cpu_blocks": 1000}, flags)
+    assert re.findall(r"^    blocks: (\d+) ", text, re.MULTILINE) == [blocks] * bool(blocks)
+    assert ("`num_cpu_blocks: 1000` (line 1): `block_size: " in text) == (blocks is None)
+
+
+@pytest.mark.parametrize("size", [1 << 30, "1073741824", 1073741824.0, "1G", 0.5, True, 0, [1]])
+def test_a_size_of_a_connector_is_carried_over_or_listed(size):
+    text = of_offloading({"cpu_bytes_to_use": size})
+    is_listed = f"`cpu_bytes_to_use: {size}` (line 1): it must be a whole number" in text
+    assert ("    capacity: 1GiB " in text, is_listed) == ((True, False) if "107" in str(1 * size) else (False, True))
+
+
+def test_two_sizes_of_a_connector_are_not_mixed():
+    text = of_offloading({"cpu_bytes_to_use": 1 << 30, "cpu_capacity_bytes": 1 << 31, "root_dir": 7})
+    assert "    capacity: 1GiB " in text
+    assert "`cpu_capacity_bytes: 2147483648` (line 1): `tiers.host.capacity` is set already" in text
+    assert "`root_dir: 7` (line 1): it must be a text" in text
+
+
+def test_the_command_of_the_guide_is_read():
+    page = (FILES.parents[2] / "docs" / "guide" / "vllm-offloading.md").read_text()
+    (text,) = profiles_of(page.replace('"spec_name"', '"eviction_policy": "arc", "spec_name"'))
+    tiers = yaml.safe_load(text)["tiers"]
+    assert tiers["host"] == {"capacity": "64GB", "managed_by": "engine"}
+    assert tiers["disk"] == {"directory": "/data/kvbm", "capacity": "500GiB"}
+    (left,) = re.findall(r"^# - (.*)", text.partition("# Not carried over:")[2], re.MULTILINE)
+    assert re.match(r"`--kv-transfer-config with eviction_policy` \(line \d+\): `kvbm serve` configures", left)
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--port", "--model"])
+def test_an_unknown_value_replaces_the_one_in_front_of_it(flag):
+    (text,) = profiles_of(f"vllm serve {flag} 2 {flag} $X")
+    assert ": 2 " not in text.partition("# Missing")[0]
+    assert f"`{flag} $X` (line 1): the file does not show its value" in text
+
+
+@pytest.mark.parametrize("front", ["env", "sudo env C=1", "export C=1; nohup env"])
+def test_variables_of_env_reach_the_shell_behind_it(front):
+    (text,) = profiles_of(f"{front} A=2 B=3 bash -c 'exec vllm serve $A'")
+    assert '  model: "2"' in text
+    assert re.findall(r'^    ([AB]): "(\d)" ', text, re.MULTILINE) == [("A", "2"), ("B", "3")]
+
+
+def test_a_block_of_a_page_has_the_variables_of_those_before_it():
+    page = "```sh\nexport A=1 B=2\n```\n\n```yaml\na: 1\n```\n\n```sh\nexport A=3\nvllm serve a/b\n```\n"
+    for text in (page, json.dumps({"cells": [{"source": page.splitlines(keepends=True)}]})):
+        (made,) = profiles_of(text)
+        assert re.findall(r'^    (\w): "(\d)"', made, re.MULTILINE) == [("A", "3"), ("B", "2")]
 
 
 NEXT = " \\\n        --"
@@ -457,6 +518,14 @@ def test_many_variables_and_many_commands_are_read_in_seconds():
     started_s = time.process_time()
     launches_in("\n".join(commands), "text")
     assert time.process_time() - started_s < 10
+
+
+@pytest.mark.parametrize("text", ["x#;A=(\n" * 8000, "cat <<EOF tee" + "/-tee" * 12_000 + "\nEOF\n"])
+def test_what_is_not_closed_is_read_in_seconds(text):
+    started_s = time.process_time()
+    with contextlib.suppress(KvbmError):
+        launches_in(text, "text")
+    assert time.process_time() - started_s < 2
 
 
 def test_values_with_many_levels_are_listed_or_stay_text():
