@@ -18,8 +18,8 @@ from kvbm.errors import UsageError
 from kvbm.text.outside import shown
 from kvbm_cli.profile.import_file import Recognised, contents_of, profile_text, recognised
 
-CONTAINERS = ("docker", "podman", "nerdctl")
 COMMAND = "command line"
+_IS_LOCAL = "the engine that is installed here is started, not the image or the other machine that is named"
 _PROFILE = re.compile(r"^(?:engine|extends|tiers)\s*:", re.MULTILINE)
 
 
@@ -35,11 +35,7 @@ class ImportedStart:
 
 def import_words(words: Sequence[str]) -> ImportedStart:
     """Read a command line. ProfileError if it starts no engine that kvbm knows. Nothing is run."""
-    start = _as_start(_recognised(words, COMMAND), COMMAND)
-    if os.path.basename(words[0]) in CONTAINERS:
-        note = "the engine that is installed here is started, not the image of the container"
-        return replace(start, notes=(note, *start.notes))
-    return start
+    return _as_start(_recognised(words, COMMAND), COMMAND)
 
 
 def import_script(file: str) -> ImportedStart | None:
@@ -59,7 +55,9 @@ def _recognised(given: str | Sequence[str], name: str) -> Recognised:
 
 def _as_start(found: Recognised, name: str) -> ImportedStart:
     text = profile_text(replace(found.imported, missing=()), found.launch, [], name)
-    return ImportedStart(text, tuple(f"not carried over: {one}" for one in found.unresolved), found.launch.has_kvbm)
+    notes = [_IS_LOCAL] if found.launch.is_elsewhere else []
+    notes += [f"not carried over: {one}" for one in found.unresolved]
+    return ImportedStart(text, tuple(notes), found.launch.has_kvbm)
 
 
 def examined_command(command: str) -> tuple[Examined, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbm.config.document import Source, cannot_read, decoded
@@ -99,7 +99,12 @@ def launches_in(given: str | Sequence[str], name: str) -> list[Launch]:
         raise ProfileError(f"`{shown(name)}` is a profile already", hint="`kvbm profile check` checks it")
     if not found:
         raise ProfileError(f"`{shown(name)}` starts no engine that `kvbm profile import` knows", hint=READS)
-    return found
+    named: dict[str, Launch] = {}
+    for one in found:  # each has a name of its own, for `--select`
+        names = (one.name, *(f"{one.name}-{count}" for count in range(2, len(found) + 2)))
+        name = next(name for name in names if name not in named)
+        named[name] = replace(one, name=name)
+    return list(named.values())
 
 
 def _launches_of(text: str) -> list[Launch]:

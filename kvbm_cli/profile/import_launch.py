@@ -104,6 +104,7 @@ class Launch:
     line: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
     is_of_dynamo: bool = False  # which reads flags of its own
+    is_elsewhere: bool = False  # in a container or on another machine
 
     @property
     def has_kvbm(self) -> bool:
@@ -115,12 +116,13 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Container:
     """A container that a command starts: its variables, its image, what runs in it, and what is not in the file.
-    `image` is empty if its entry point does not run."""
+    `image` is empty if its entry point does not run. It may inherit the variables of the process that starts it."""
 
     environment: dict[str, Word]
     image: str
     words: tuple[Word, ...]
     left: tuple[Left, ...]
+    inherits: bool
 
 
 def started(words: Sequence[Word], image: str = "") -> Launch | None:
@@ -150,6 +152,7 @@ def contained(words: Sequence[Word]) -> Container | None:
     environment: dict[str, Word] = {}
     left: list[Left] = []
     entry: list[Word] = []
+    is_singularity = words[tool].endswith(("singularity", "apptainer"))
     at = verbs[0] + 1
     while at < len(words) and words[at].startswith("-"):
         word, at = words[at], at + 1
@@ -159,19 +162,21 @@ def contained(words: Sequence[Word]) -> Container | None:
         option, value = match[1] or f"-{match[3]}", match[2] or match[4] or ""
         if not value and at < len(words):
             value, at = words[at], at + 1
-        name, is_given, text = value.partition("=")
-        if option in ("-e", "--env") and is_given and name.isidentifier():
-            environment[name] = Word(text, word.line)
-        elif option in ("-e", "--env"):
-            left.append(Left(name, NOT_SHOWN, word.line))
-        elif option == "--env-file":
+        for pair in (value.split(",") if is_singularity else [value]) if option in ("-e", "--env") else ():
+            name, is_given, text = pair.partition("=")
+            if is_given and name.isidentifier():
+                environment[name] = Word(text, word.line)
+            else:
+                left.append(Left(name, NOT_SHOWN, word.line))
+        if option == "--env-file":
             left.append(Left(f"--env-file {value}", OTHER_FILES, word.line))
         elif option == "--entrypoint" and value:
             entry = [Word(value, word.line)]
     if at < len(words) and words[at].startswith("\ue000"):  # options that are not shown, or the image
         at = next((there for there in range(at, len(words)) if _IMAGE.search(words[there])), at)
     image = "" if entry or words[verbs[0]] == "exec" else str(words[at]) if at < len(words) else ""
-    return Container(environment, image, (*entry, *words[at + 1 :]), tuple(left))
+    inherits = is_singularity and "--cleanenv" not in words[verbs[0] : at]
+    return Container(environment, image, (*entry, *words[at + 1 :]), tuple(left), inherits)
 
 
 @cache

@@ -359,10 +359,8 @@ class _Draft:
             self.leave(
                 text, "it must be a text" if key.endswith("directory") else "it must be a whole number above 0", line
             )
-        elif key.endswith("capacity"):
-            self.put(key, exact_size(number), text, line)
-        elif block_size is None:
-            self.put(key, number, text, line)
+        elif key.endswith("capacity") or block_size is None:
+            self.put(key, exact_size(number) if key.endswith("capacity") else number, text, line)
         elif type(block_size) is int and type(of_engine) is int and of_engine > 0 and block_size % of_engine == 0:
             self.put(key, number * block_size // of_engine, f"{text} of {block_size} tokens", line)
         else:
@@ -388,11 +386,11 @@ class _Draft:
         key = table("lmcache").get(name, "")
         if name in STORE_VARIABLES:
             self.leave(name, _OF_STORE, word.line)
-        elif variable_names({name: ""}):
+        elif variable_names({name: ""}) or (key and word.unknown):
             self._is_unknown(name, word)
-        elif key.endswith("directory") and word and not word.unknown:
+        elif key.endswith("directory") and word:
             self.put(key, word.removeprefix("file://"), f"{name}={word}", word.line)
-        elif key and not word.unknown and word not in ("", "0"):
+        elif key and word not in ("", "0"):
             self._put_size_per_rank(key, word, f"{name}={word}")
         elif reason is not None or has_secret(name, str(word)):
             self.leave(name, reason or NO_SECRETS, word.line)
@@ -403,9 +401,10 @@ class _Draft:
         """Set the size of a tier from a number of GB that LMCache counts per rank: a tier of kvbm is for all ranks."""
         counts = [_value(self.document, "engine", "arguments", name) for name in _RANKS]
         is_unclear = self.unknown_flags & set(_RANKS) or any(type(one) not in (int, type(None)) for one in counts)
-        if is_unclear or not _NUMBER.fullmatch(word):
-            reason = "LMCache counts it per rank, and the file does not show the number of ranks, or that of GB"
-            self.leave(written, reason, word.line)
+        is_number = _NUMBER.fullmatch(word) is not None
+        if is_unclear or not is_number:
+            reason = "LMCache counts it per rank, and the file does not show the number of ranks"
+            self.leave(written, reason if is_number else "LMCache reads a number of GB", word.line)
             return
         ranks = math.prod(one for one in counts if isinstance(one, int))
         text = f"{written} for each of {ranks} ranks" if ranks > 1 else written

@@ -53,6 +53,7 @@ _NO_START = re.compile(
 )
 _BEHIND = re.compile(r"-[a-z]*c|--")  # in front of a script
 _ELSEWHERE = frozenset({"ssh", "kubectl", "oc"})  # these run a command on another machine
+_OF_SINGULARITY = re.compile("^(?:SINGULARITY|APPTAINER)ENV_")  # variables that become some of the container
 _LISTED = "conditions and loops are not evaluated; every command is read once"
 
 
@@ -90,6 +91,7 @@ class CommandText:
         self.documents: list[tuple[str, Word]] = []  # here documents with the files that they become, empty for none
         self.spent = spent  # characters that variables inserted
         self.open_conditions = 0
+        self.exports_all = False  # `set -a`
 
     def read(self, text: str, line: int = 1, depth: int = 0) -> list[Launch]:
         """Return the engines that the text starts; those of here documents are read if there is no other."""
@@ -241,12 +243,14 @@ class CommandText:
         if not words:
             for variable, value in assigned.items():
                 self._set(variable, [value], is_conditional=is_conditional)
-            if declares == "export":
+            if declares == "export" or self.exports_all:
                 self.exported |= dict.fromkeys(assigned)
         elif name in _CLOSES:
             self.open_conditions = max(0, self.open_conditions - 1)
         elif name in ("[", "[[", "test"):
             self.left.setdefault("if", Left(name, _LISTED, words[0].line))
+        elif name == "set" and words[1:] and (words[1][1:] == "a" or words[2:] == ["allexport"]):
+            self.exports_all = words[1].startswith("-")
         elif name == "unset":
             for one in words[1:]:
                 self.variables.pop(one, None)
@@ -266,30 +270,41 @@ class CommandText:
             return
         container = contained(words)
         line = words[0].line if words else 0
+        exported = [  # by `srun`
+            Word(one, word.line)
+            for at, word in enumerate(words)
+            if word.startswith("--export=") or (at and words[at - 1] == "--export")
+            for one in word.removeprefix("--export=").split(",")
+        ]
         left: tuple[Left, ...] = ()
         if container is not None:
             image, words = container.image, container.words
             left = tuple(replace(one, what=str(finished(Word(one.what)))) for one in container.left)
+        is_elsewhere = container is not None or bool(image) or name in _ELSEWHERE
         if (found := started(words, image)) is not None:
             if len(self.launches) == MAX_LAUNCHES:
                 raise ProfileError(f"more than {MAX_LAUNCHES} commands start an engine")
-            environment = self._environment_of(container, name, assigned, words[: len(words) - len(found.words)])
+            front = [*words[: len(words) - len(found.words)], *exported]
+            environment = self._environment_of(container, name, assigned, front)
             environment = {name: finished(word) for name, word in environment.items()}
             given = tuple(map(finished, found.words))
             launch = replace(found, name=f"line-{line}", words=given, environment=environment, left=left, line=line)
-            self.launches += [] if "--help" in found.words else [launch]
+            self.launches += [] if "--help" in found.words else [replace(launch, is_elsewhere=is_elsewhere)]
             return
         for at, word in enumerate(words):
             is_script = at > 0 and _BEHIND.fullmatch(words[at - 1]) and "$" in word
             if is_script or (re.search(r"\s", word) and STARTS.search(_MARKED.sub("", word))):
-                environment = self._environment_of(container, name, assigned, words[:at])
+                environment = self._environment_of(container, name, assigned, [*words[:at], *exported])
                 arguments = words[at + 2 :]
                 variables: dict[str, list[str]] = {name: [one] for name, one in environment.items()}
                 variables["@"] = [*arguments]
                 variables.update((str(number), [one]) for number, one in enumerate(arguments, start=1))
                 before = len(self.launches)
                 self._nest(word, depth, variables=variables, exported=dict.fromkeys(environment))
-                self.launches[before:] = [replace(one, left=(*left, *one.left)) for one in self.launches[before:]]
+                self.launches[before:] = [
+                    replace(one, left=(*left, *one.left), is_elsewhere=is_elsewhere or one.is_elsewhere)
+                    for one in self.launches[before:]
+                ]
 
     def _environment_of(
         self, container: Container | None, program: str, assigned: Mapping[str, Word] | None, front: Sequence[Word]
@@ -298,9 +313,11 @@ class CommandText:
         one on another machine has other ones."""
         matches = ((word, _ASSIGNED.match(word)) for word in front)
         given = {one[1]: Word(word[one.end() :], word.line) for word, one in matches if one and not one[2]}
+        found = ({} if program in _ELSEWHERE else self.environment()) | dict(assigned or {})
         if container is not None:
-            return container.environment | given
-        return ({} if program in _ELSEWHERE else self.environment()) | dict(assigned or {}) | given
+            kept = (name for name in found if container.inherits or _OF_SINGULARITY.match(name))
+            found = {_OF_SINGULARITY.sub("", name): found[name] for name in kept} | container.environment
+        return found | given
 
     def environment(self) -> dict[str, Word]:
         """Return the variables that the text exports."""
@@ -329,5 +346,5 @@ class CommandText:
             if _OPTION.match(text):
                 return
             if text != text_before and not text.startswith(f"{text_before} "):
-                value = [marked(f"${name}")]
+                value = [Word(marked(f"${name}"), getattr(next(iter(value), ""), "line", 0))]
         self.variables[name] = value

@@ -7,8 +7,9 @@ import contextlib
 import itertools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
-from kvbm_cli.profile.import_launch import START_OF_LINE, STARTS_IN_LISTS, Launch, Word
+from kvbm_cli.profile.import_launch import START_OF_LINE, STARTS_IN_LISTS, Launch, Left, Word
 from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, OpenQuote, marked
 
 _FENCE = re.compile(r"[ \t>]*(```+|~~~+)")
@@ -32,6 +33,7 @@ _ITEM = re.compile(
     rf"\s+|,|\\\n|\#[^\n]*|(?P<text>{_STRING})(?=\s*[,\]\)\#])"
     rf"|(?P<other>(?:{_STRING}|\([^()]*\)|\[[^\[\]]*\]|[^\s,\[\]()\"'#]|[ ](?![\s,\])]))+)"
 )
+_OF_PYTHON = re.compile(r"(?<![-\w.])env(?=\s*=[^=])|\bos\.environ(?=\[)")  # variables for the engine
 _ENV_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=\s*(?:(['\"])(.*)\2\s*(?:#.*)?|(.*?)(?:\s#.*|\s*))")
 
 
@@ -113,6 +115,7 @@ def _dockerfile(instructions: list[re.Match[str]]) -> CommandText:
             parts[one[1]] = _items(one[2], 1, line)[0] if one[2].startswith("[") else shell
     words = [*parts.get("ENTRYPOINT", ()), *parts.get("CMD", ())]
     script.find(words, image="" if "ENTRYPOINT" in parts else image)
+    script.launches = [replace(one, is_elsewhere=True) for one in script.launches]
     return script
 
 
@@ -123,6 +126,9 @@ def _lists(text: str, line: int) -> CommandText:
         if match.start() >= end:
             words, end = _items(text, match.start(), line + text.count("\n", 0, match.start()))
             script.find(words)
+    if script.launches and (found := _OF_PYTHON.search(text)):
+        at = line + text.count("\n", 0, found.start())
+        script.left["env"] = Left(found[0], "variables next to a list of words are not read", at)
     return script
 
 

@@ -53,15 +53,10 @@ def read_yaml(text: str, line: int = 1) -> list[Launch]:
     if not launches:
         found_in_texts = (_EngineSearch(one, with_texts=True).below(one, Launch("", None)) for one in documents)
         launches = [launch for found in found_in_texts for launch in found if launch.words]  # else it may be prose
-    found: dict[str, Launch] = {}
-    for launch in launches:
-        if len(found) == MAX_LAUNCHES:
-            raise ProfileError(f"more than {MAX_LAUNCHES} containers start an engine")
-        names = (launch.name, *(f"{launch.name}-{count}" for count in range(2, MAX_LAUNCHES + 2)))
-        name = next(name for name in names if name not in found)
-        left = (*launch.left, *([_NOT_FILLED_IN] if _TEMPLATE.search(text) else []))
-        found[name] = replace(launch, name=name, files={**files, **launch.files}, left=left)
-    return list(found.values())
+    if len(launches) > MAX_LAUNCHES:
+        raise ProfileError(f"more than {MAX_LAUNCHES} containers start an engine")
+    left = (_NOT_FILLED_IN,) if _TEMPLATE.search(text) else ()
+    return [replace(one, files={**files, **one.files}, left=(*one.left, *left)) for one in launches]
 
 
 def options_in(text: str) -> Mapping[str, Any]:
@@ -133,7 +128,9 @@ def _launches(document: Any) -> Iterator[Launch]:
     names = {name.replace("-", "_") for name in document}
     engine = next((engine for engine, kind in KINDS.items() if names & kind.signs and not names & OWN), None)
     if specs := _list(document, "servingEngineSpec", "modelSpec"):
-        yield from (_of_production_stack(one) for one in specs if isinstance(one, dict))
+        left = table("left_of_model_spec")
+        shared = {name: one for name, one in document["servingEngineSpec"].items() if name in left}
+        yield from (_of_production_stack({**one, **shared}) for one in specs if isinstance(one, dict))
     elif engine is not None:
         yield Launch("options", engine, options=document)
     else:
@@ -223,6 +220,7 @@ class _EngineSearch:
             yield replace(
                 launch,
                 name=scope.name or str(_word(container, "name") or "container"),
+                is_elsewhere=True,
                 words=(*scope.words, *launch.words, *map(finished, more)),
                 settings=scope.settings,
                 left=(*launch.left, *scope.left),
@@ -273,14 +271,14 @@ def _of_production_stack(spec: Any) -> Launch:
     flags |= {name: named[name] for name in spec if name in named}
     values = {**spec, **config}
     left = [Left(name, reasons[name], name.line) for name in values if name in reasons]
-    sizes = {"CPU": _word(cache, "cpuOffloadingBufferSize"), "DISK": _word(cache, "diskOffloadingBufferSize")}
     is_on, model = cache.get("enabled") == "true", _word(spec, "modelURL")
-    of_cache = {f"LMCACHE_MAX_LOCAL_{one}_SIZE": size for one, size in sizes.items() if is_on and size}
+    of_cache = {name: _word(cache, name) for name in cache if is_on and name in table("lmcache")}
+    sizes = {name: finished(size) for name, size in of_cache.items() if size and size != "0"}
     return Launch(
         str(_word(spec, "name") or "model"),
         "vllm",
         tuple(map(finished, _EngineSearch(spec)._words(_list(config, "extraArgs"), scope.environment))),
-        {**of_cache, **{name: finished(one) for name, one in scope.environment.items()}},
+        {**sizes, **{name: finished(one) for name, one in scope.environment.items()}},
         options={Word(flag, name.line): values[name] for name, flag in flags.items() if name not in reasons},
         left=(*scope.left, *left),
         model=_model(model) if model is not None else None,

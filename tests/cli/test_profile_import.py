@@ -109,7 +109,14 @@ def test_a_size_of_lmcache_is_counted_for_each_rank(variable, flags, total):
 def test_a_size_of_lmcache_is_not_guessed(flags, size):
     (text,) = profiles_of(f"LMCACHE_MAX_LOCAL_CPU_SIZE={size} vllm serve a/b {flags}")
     assert "capacity:" not in text
-    assert f"`LMCACHE_MAX_LOCAL_CPU_SIZE={size}` (line 1): LMCache counts it per rank" in text
+    reason = "LMCache reads a number of GB" if size == "6x" else "LMCache counts it per rank"
+    assert f"`LMCACHE_MAX_LOCAL_CPU_SIZE={size}` (line 1): {reason}" in text
+
+
+def test_a_size_of_lmcache_that_a_condition_decides_has_its_line():
+    name = "LMCACHE_MAX_LOCAL_CPU_SIZE"
+    (text,) = profiles_of(f"export {name}=1\nif [ $BIG ]; then\n  export {name}=2\nfi\nvllm serve a/b")
+    assert f"`{name} ${name}` (line 3): the file does not show" in text
 
 
 @pytest.mark.parametrize(("flags", "size"), [("--tp 8", "160GB"), ("--tp-size $TP", None)])
@@ -122,8 +129,13 @@ def test_sizes_of_a_chart_are_counted_for_each_rank():
     sizes = {"enabled": True, "cpuOffloadingBufferSize": "128", "diskOffloadingBufferSize": "200"}
     spec = {"modelURL": "a/b", "vllmConfig": {"tensorParallelSize": 8}, "lmcacheConfig": sizes}
     (text,) = profiles_of(json.dumps({"servingEngineSpec": {"modelSpec": [spec]}}))
-    assert "capacity: 1024GB " in text
+    assert "capacity: 1024GB  # cpuOffloadingBufferSize=128 for each of 8 ranks" in text
     assert "capacity: 1600GB " in text
+    sizes["diskOffloadingBufferSize"] = "10Gi"
+    key = {"valueFrom": {"secretKeyRef": {"name": "a"}}}
+    (text,) = profiles_of(json.dumps({"servingEngineSpec": {"vllmApiKey": key, "modelSpec": [spec]}}))
+    assert "`diskOffloadingBufferSize=10Gi` (line 1): LMCache reads a number of GB" in text
+    assert "`vllmApiKey` (line 1): a secret is not copied" in text
 
 
 def test_a_connector_of_a_dotted_flag_is_replaced():
@@ -364,6 +376,47 @@ def test_variables_of_a_container_are_those_that_it_is_given():
     assert re.findall(r'^    (\w): "(\d)" ', text, re.MULTILINE) == [("B", "2"), ("C", "3")]
     assert "`D` (line 2): its value is not in this file" in text
     assert "`--env-file f` (line 2): other files are not read" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "srun --export=ALL,A=1,B=2 vllm serve a/b",
+        "srun --export A=1,B=2 -n 1 bash -c 'vllm serve a/b'",
+        "A=1 singularity exec --env B=2,C=3 --nv x.sif vllm serve a/b",
+        "export SINGULARITYENV_A=1 C=3; apptainer exec --cleanenv --env B=2 x.sif vllm serve a/b",
+        "set -a\nA=1\nset +a\nC=3\nB=2 vllm serve a/b",
+        "set -o allexport; A=1; B=2; vllm serve a/b",
+    ],
+)
+def test_variables_of_a_tool_reach_the_engine(text):
+    (made,) = profiles_of(text)
+    expected = [("A", "1"), ("B", "2"), *([("C", "3")] if "C=3 --nv" in text else [])]
+    assert sorted(re.findall(r'^    (\w+): "(\d)" ', made, re.MULTILINE)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['run(\n  ["vllm", "serve", "a/b"], env={"A": "1"})', 'os.environ["A"] = "1"\n\nrun(\n["vllm", "serve", "a/b"])'],
+)
+def test_variables_beside_a_list_of_python_are_listed(text):
+    (made,) = profiles_of(text)
+    assert re.search(
+        r"`(?:os\.environ` \(line 1|env` \(line 2)\): variables next to a list of words are not read", made
+    ), made
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_engine_of_a_container_or_another_machine_is_known_as_such(name):
+    (found,) = launches_in(COMMANDS[name], "text")
+    tools = r"docker |podman |nerdctl |singularity |^ssh -t|containers:|services:|image: \{|FROM "
+    assert found.is_elsewhere == (re.search(tools, COMMANDS[name]) is not None)
+
+
+def test_engines_of_one_line_have_names_of_their_own():
+    text = "vllm serve a/b --seed 1; vllm serve a/b --seed 2 & vllm serve a/b --seed 3"
+    assert [one.name for one in launches_in(text, "text")] == ["line-1", "line-1-2", "line-1-3"]
+    assert "seed: 2 " in recognised(text, "text", select="line-1-2").text
 
 
 TEMPLATE = """\
