@@ -280,7 +280,7 @@ class CommandText:
         if container is not None:
             image, words = container.image, container.words
             left = tuple(replace(one, what=str(finished(Word(one.what)))) for one in container.left)
-        is_elsewhere = container is not None or bool(image) or name in _ELSEWHERE
+        is_elsewhere = container is not None or bool(image) or not _ELSEWHERE.isdisjoint((name, *words))
         if (found := started(words, image)) is not None:
             if len(self.launches) == MAX_LAUNCHES:
                 raise ProfileError(f"more than {MAX_LAUNCHES} commands start an engine")

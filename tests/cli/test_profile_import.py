@@ -246,6 +246,7 @@ COMMANDS = {
     "singularity": f"singularity exec --nv --bind /a:/b x.sif {STARTED}",
     "tmux": f"tmux new-session -d '{STARTED}'",
     "ssh": f"ssh -t h 'source a; nohup {STARTED} > log 2>&1 &'",
+    "ssh behind a program": f"timeout 9 ssh -t h '{STARTED}'",
     "a variable": f"CMD='{STARTED}'\nbash -c \"exec $CMD\"",
     "a list of words": 'CMD=(vllm serve org/m)\nCMD+=(--seed 7)\nexec numactl -N 0 "${CMD[@]}"',
     "quotes with escapes": r"bash -lc $'cd /x\nvllm serve org/m \\\n  --seed 7\necho \'ok\''",
@@ -409,7 +410,7 @@ def test_variables_beside_a_list_of_python_are_listed(text):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_engine_of_a_container_or_another_machine_is_known_as_such(name):
     (found,) = launches_in(COMMANDS[name], "text")
-    tools = r"docker |podman |nerdctl |singularity |^ssh -t|containers:|services:|image: \{|FROM "
+    tools = r"docker |podman |nerdctl |singularity |ssh -t|containers:|services:|image: \{|FROM "
     assert found.is_elsewhere == (re.search(tools, COMMANDS[name]) is not None)
 
 
