@@ -56,7 +56,7 @@ SERVER_PORT = 8000  # the default of `server.port`
 OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
 _KEYS = {"model": "engine.model", "host": "server.host", "port": "server.port"}  # of flags that are no argument
 _TRANSFER = "kv_transfer_config"
-_OF_TIER = ("kv_connector", "kv_role", "spec_name", TIER)
+_OF_TIER = ("kv_connector", "kv_role", "spec_name")
 _STORAGE = "hicache_storage_backend_extra_config"
 _READ_BY_SGLANG = ("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token")  # of these entries
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
@@ -326,12 +326,15 @@ class _Draft:
         value = entry.value if entry.section is None else plain_values(entry.section)
         self.connector = value
         leaves = list(_leaves(value))
+        by_name = dict(leaves)
         for name, one in leaves:
             if name == TIER:
                 self._take_sections(one, line)
                 self.put("tiers.host.managed_by", "engine", line=line)
             elif key := table("connector").get(name):
-                self._take_size(key, name, one, line, block_size=dict(leaves).get("block_size"))
+                self._take_size(key, name, one, line, block_size=by_name.get("block_size"))
+            elif TIER in by_name and name not in _OF_TIER:
+                self.leave(f"{name}: {one}", "`kvbm serve` configures vLLM's connector itself", line)
         names = [str(one) for name, one in leaves if name == "kv_connector"]
         if names == [CONNECTOR] and isinstance(value, dict):
             ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
@@ -339,10 +342,7 @@ class _Draft:
                 self.put(f"{ARGUMENTS}{_TRANSFER}", rest, line=line)
             return
         reason = _pairs()["reason"] if {*_pairs()["names"]} & {*names} else "kvbm replaces this connector"
-        if TIER in dict(leaves):
-            reason = "`kvbm serve` configures vLLM's connector itself"
-            names = [name for name, _ in leaves if name not in {*table("connector"), *_OF_TIER}]
-        if names or TIER not in dict(leaves):
+        if TIER not in by_name:
             what = ", ".join(dict.fromkeys(names)) or json.dumps(value)
             self.leave(f"--kv-transfer-config with {what}", reason, line)
 

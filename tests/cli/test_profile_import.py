@@ -198,7 +198,7 @@ def test_the_command_of_the_guide_is_read():
     assert tiers["host"] == {"capacity": "64GB", "managed_by": "engine"}
     assert tiers["disk"] == {"directory": "/data/kvbm", "capacity": "500GiB"}
     (left,) = re.findall(r"^# - (.*)", text.partition("# Not carried over:")[2], re.MULTILINE)
-    assert re.match(r"`--kv-transfer-config with eviction_policy` \(line \d+\): `kvbm serve` configures", left)
+    assert re.match(r"`eviction_policy: arc` \(line \d+\): `kvbm serve` configures", left)
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--port", "--model"])
