@@ -167,7 +167,9 @@ class CommandText:
                 for at, part in enumerate(parts):
                     if at and word is not None:
                         words.append(Word("".join(word), first))
-                    word = [part] if at or word is None else [*word, part]
+                    if at or word is None:
+                        word = []
+                    word.append(part)  # never a copy: a word may have thousands of parts
             line += piece[0].count("\n")
 
     def _parts(self, kind: str, text: str) -> list[str]:
