@@ -226,7 +226,8 @@ def _new_directory() -> Path:
 def _with_trial(path: Path) -> Path:
     """Return the directory of a trial to continue. UsageError if it was emptied, or is none."""
     if not (path / TRIAL).exists():
-        hint = f"`kvbm try {path / PROFILE}` measures its profile again" if (path / PROFILE).exists() else None
+        profile = path / PROFILE
+        hint = f"`kvbm try {shlex.quote(str(profile))}` measures its profile again" if profile.exists() else None
         message = f"{path} cannot be continued: it has no {TRIAL}, which only the newest {KEPT_TRIALS} trials keep"
         raise UsageError(message, hint=hint)
     return path

@@ -427,7 +427,7 @@ def same_scalar(text: str, shown: object, key: str, *, is_quoted: bool) -> bool:
         return text.lower() == str(shown).lower()
     if isinstance(shown, int | float):
         return text == "auto" if shown == 0 and key.endswith("port") and text == "auto" else float(text) == shown
-    if key.endswith("capacity"):
+    if key.endswith("capacity") and text != "auto":
         return parse_size(text) == parse_size(str(shown))
     return str(shown) in (text, replaced(text, key), number_text(text))
 
