@@ -94,6 +94,7 @@ class Offloading:
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
         self.rows = np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)
         self.numbers = itertools.count()
+        self.settle()  # the disk is off until the files of the model are identified
 
     def __enter__(self) -> Offloading:
         return self
@@ -153,6 +154,16 @@ class Offloading:
         context = self.begin_store(keys, **facts)
         self.settle()
         self.manager.on_request_finished(context)
+
+    def store_on_disk(self, keys: Collection[bytes]) -> None:
+        """Like `store`, until the disk has the blocks."""
+        self.store(keys)
+        (disk,) = self.tier._leader.lower_tiers
+        end_s = time.monotonic() + 60
+        while not all(map(disk.contains, keys)):
+            assert time.monotonic() < end_s, "the disk has not got the blocks"
+            self.step()
+            time.sleep(0.001)
 
     def ask(self, keys: Sequence[bytes], context: ReqContext) -> list[LookupResult]:
         """Look keys up as vLLM's scheduler does: up to the first that is missing."""

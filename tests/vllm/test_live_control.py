@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
 import pytest
 from kept_results import KeptResults
 from traffic import tokens
-from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, disk_process, host_blocks
+from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks, stopped_disk
 from waiting import eventually
 
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
@@ -110,20 +108,10 @@ def test_a_paused_engine_answers(server):
         running.http.post("/resume").raise_for_status()
 
 
-@contextmanager
-def stopped_disk(running: VllmServer) -> Iterator[None]:
-    disk = disk_process(running.process.pid)
-    disk.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        disk.send_signal(signal.SIGCONT)
-
-
 def test_a_stopped_disk_process_holds_up_neither_the_answer_nor_the_engine(server):
     running, directory = server
     filled(running, directory)
-    with stopped_disk(running):
+    with stopped_disk(running.process.pid):
         assert blocks(directory)["G3"] >= 4
         answer = control(directory, verb="clear", tier="G3")["answer"]
         assert answer["forgotten"]["G3"] >= 4
@@ -142,7 +130,7 @@ def test_an_engine_that_has_been_idle_for_a_minute_answers(server, verb, is_stop
     running, directory = server
     filled(running, directory)
     message = {"verb": verb, **({"tokens": words(PROMPT)} if verb == "prefetch" else {})}
-    with stopped_disk(running) if is_stopped else nullcontext():
+    with stopped_disk(running.process.pid) if is_stopped else nullcontext():
         time.sleep(IDLE_S)
         began_s = time.monotonic()
         answer = control(directory, **message)

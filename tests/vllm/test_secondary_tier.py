@@ -8,15 +8,13 @@ the whole engine.
 from __future__ import annotations
 
 import os
-import signal
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from offloading_rig import Offloading, bytes_of, key_of, vllm_config
 from vllm.v1.kv_offload.base import LookupResult
-from vllm_server import disk_process
+from vllm_server import stopped_disk
 
 from kvbm.child import deadlines
 from kvbm.engines.vllm import secondary_tier, weight_updates
@@ -37,17 +35,6 @@ def patient(monkeypatch):
 def rig(tmp_path):
     with Offloading(tmp_path) as rig:
         yield rig
-
-
-@contextmanager
-def stopped_disk():
-    """The process that does the disk's I/O does not run."""
-    process = disk_process(os.getpid())
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 def reset(rig):
@@ -83,8 +70,8 @@ def test_a_group_of_the_cache_is_part_of_the_key(rig):
 
 def test_a_damaged_block_is_a_miss_and_its_row_is_free_again(tmp_path):
     with Offloading(tmp_path, host_blocks=4) as rig:
-        rig.store(FIRST)
-        rig.store(SECOND)
+        rig.store_on_disk(FIRST)
+        rig.store_on_disk(SECOND)
         (arena,) = tmp_path.rglob("arena*")
         contents = bytearray(arena.read_bytes())
         place = contents.index(bytes(bytes_of(FIRST[3])))
@@ -103,11 +90,11 @@ def test_a_late_read_never_reaches_a_row_that_vllm_uses_again(tmp_path):
 
 
 def read_late(rig):
-    rig.store(FIRST)
-    rig.store(SECOND)
+    rig.store_on_disk(FIRST)
+    rig.store_on_disk(SECOND)
     for _ in range(4):
         context = rig.request(FIRST)
-        with stopped_disk():
+        with stopped_disk(os.getpid()):
             rig.ask(FIRST, context)
             rig.settle_jobs()  # long before `onboard.disk_timeout_s`, because the disk does not answer
             found = rig.ask(FIRST, context)  # kvbm's own memory may have had the last ones
@@ -127,7 +114,7 @@ def test_a_store_that_was_given_up_is_never_found_with_other_bytes(tmp_path, mon
     monkeypatch.setattr(secondary_tier, "STORE_LIMIT_S", 0.5)
     with Offloading(tmp_path, disk_blocks=400) as rig:
         for round_ in range(2):
-            with stopped_disk():  # 64 slots between vLLM and the disk are full soon
+            with stopped_disk(os.getpid()):  # 64 slots between vLLM and the disk are full soon
                 for number in range(10):
                     begun = rig.begin_store([key_of(1000 + 100 * round_ + 8 * number + one) for one in range(8)])
                     rig.settle_jobs()
@@ -142,7 +129,7 @@ def test_a_reset_waits_for_no_read_and_leaves_no_job(tmp_path):
     with Offloading(tmp_path, host_blocks=4) as rig:
         rig.store(FIRST)
         rig.store(SECOND)
-        with stopped_disk():
+        with stopped_disk(os.getpid()):
             context = rig.request(FIRST)
             rig.ask(FIRST, context)
             rig.step()
@@ -216,7 +203,7 @@ def test_a_request_that_has_ended_leaves_nothing_behind(tmp_path):
     with Offloading(tmp_path, host_blocks=4) as rig:
         rig.store(FIRST)
         rig.store(SECOND)
-        with stopped_disk():
+        with stopped_disk(os.getpid()):
             context = rig.request(FIRST)
             rig.ask(FIRST, context)
             rig.step()

@@ -307,3 +307,14 @@ def disk_process(engine: int) -> psutil.Process | None:
     """Return the process that does the disk's I/O for an engine, by the engine's process id; None while it has none."""
     children = psutil.Process(engine).children(recursive=True)
     return next((child for child in children if "kvbm.tiers.disk.service.server" in child.cmdline()), None)
+
+
+@contextmanager
+def stopped_disk(engine: int) -> Iterator[None]:
+    """The process that does the disk's I/O for an engine does not run."""
+    process = disk_process(engine)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
