@@ -156,14 +156,15 @@ class Offloading:
         self.manager.on_request_finished(context)
 
     def store_on_disk(self, keys: Collection[bytes]) -> None:
-        """Like `store`, until the disk has the blocks."""
-        self.store(keys)
+        """Like `store`, one block after the other: a host tier of few blocks drops those that the disk is late for."""
         (disk,) = self.tier._leader.lower_tiers
-        end_s = time.monotonic() + 60
-        while not all(map(disk.contains, keys)):
-            assert time.monotonic() < end_s, "the disk has not got the blocks"
-            self.step()
-            time.sleep(0.001)
+        for key in keys:
+            self.store([key])
+            end_s = time.monotonic() + 60
+            while not disk.contains(key):
+                assert time.monotonic() < end_s, "the disk has not got the block"
+                self.step()
+                time.sleep(0.001)
 
     def ask(self, keys: Sequence[bytes], context: ReqContext) -> list[LookupResult]:
         """Look keys up as vLLM's scheduler does: up to the first that is missing."""

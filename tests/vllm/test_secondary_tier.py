@@ -127,8 +127,8 @@ def test_a_store_that_was_given_up_is_never_found_with_other_bytes(tmp_path, mon
 
 def test_a_reset_waits_for_no_read_and_leaves_no_job(tmp_path):
     with Offloading(tmp_path, host_blocks=4) as rig:
-        rig.store(FIRST)
-        rig.store(SECOND)
+        rig.store_on_disk(FIRST)
+        rig.store_on_disk(SECOND)
         with stopped_disk(os.getpid()):
             context = rig.request(FIRST)
             rig.ask(FIRST, context)
@@ -201,8 +201,8 @@ def test_a_job_that_cannot_be_read_is_reported_as_failed(rig):
 
 def test_a_request_that_has_ended_leaves_nothing_behind(tmp_path):
     with Offloading(tmp_path, host_blocks=4) as rig:
-        rig.store(FIRST)
-        rig.store(SECOND)
+        rig.store_on_disk(FIRST)
+        rig.store_on_disk(SECOND)
         with stopped_disk(os.getpid()):
             context = rig.request(FIRST)
             rig.ask(FIRST, context)
