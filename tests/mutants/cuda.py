@@ -248,8 +248,8 @@ MUTANTS = (
         name="cuda-batch-frees-its-numbers",
         bug="the arrays of addresses are freed while the driver may still read them",
         file=PATH,
-        old="            kept = enqueue(stream, moves)\n",
-        new="            kept = enqueue(stream, moves) and None\n",
+        old="            kept = self._enqueue(stream, moves, to_host=to_host)\n",
+        new="            kept = self._enqueue(stream, moves, to_host=to_host) and None\n",
         fails=PATH_TESTS,
     ),
     Mutant(
