@@ -11,7 +11,8 @@ from pathlib import Path
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
-from kvbm.tiers.disk.orders import Read, Write
+from kvbm.host.threads import allowed_cores
+from kvbm.tiers.disk.orders import Open, Read, Write
 from kvbm.tiers.disk.service.client import DiskClient
 from kvbm.tiers.disk.settings import DiskSettings, Namespace
 from kvbm.tiers.disk.storage import DiskStorage
@@ -44,7 +45,9 @@ class EngineSide:
         before = set(threading.enumerate())
         self.disk: DiskClient | DiskStorage
         if is_own_process:
-            self.disk = DiskClient.open(settings, namespace, [self._segment.info], hash_bytes=HASH_BYTES)
+            self.disk = DiskClient()
+            order = Open(settings, namespace, [self._segment.info], HASH_BYTES, frozenset(allowed_cores()))
+            self.disk.start(order, directory, None, lambda: False)
         else:
             self.disk = DiskStorage.open(settings, namespace, self.region.shards, hash_bytes=HASH_BYTES)
         assert self.disk.io_name == io, self.disk.io_name

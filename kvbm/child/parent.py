@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
@@ -10,10 +9,8 @@ import sys
 import weakref
 
 from kvbm.child.channel import Channel
-from kvbm.child.child import Logged
 from kvbm.child.start import our_environment, start
 from kvbm.errors import EnvironmentProblem
-from kvbm.text.log_limit import Lines
 
 
 def start_child(
@@ -70,10 +67,6 @@ def end(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 def how_it_ended(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-
-
-def log_for(message: Logged) -> None:
-    logging.getLogger(message.name).log(message.level, "%s", Lines(message.text))
 
 
 _OPEN: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -99,10 +99,6 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
         """Send an order. `poll` returns its result."""
         self.process.submit(order)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until `poll` may have something to do."""
-        self.process.wait(timeout_s)
-
     def poll(self) -> list[Result]:
         """Return the orders that have ended. When `losses` increases, all have."""
         self._advance()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -19,8 +18,9 @@ from kvbm.child import deadlines
 from kvbm.child.channel import Channel, ChannelClosed
 from kvbm.child.child import Close, Logged, Opening, Problem, ServiceCounters, Status
 from kvbm.child.first_opening import FirstOpening
-from kvbm.child.parent import has_ended, how_it_ended, is_gone, log_for, start_child
+from kvbm.child.parent import has_ended, how_it_ended, is_gone, start_child
 from kvbm.errors import EnvironmentProblem, TierProblem
+from kvbm.text.log_limit import Lines
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +39,16 @@ class UnresponsiveProcess(TierProblem):
     """It does not answer while it opens what it serves."""
 
 
-class ServiceProcess(ABC, Generic[Order, Result, Counters]):
-    """One process. `counters` are its own, and `times_off` counts its silences too."""
+class ServiceProcess(Generic[Order, Result, Counters]):
+    """One process. `counters` are its own, and `times_off` counts its silences too. `failed(order, why)` returns the
+    result of an order of which nothing is known."""
 
     tier: ClassVar[str]  # for people
     module: ClassVar[str]  # what the process runs
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, failed: Callable[[Order, str], Result]) -> None:
         self.counters = counters
+        self._failed = failed
         self.off_because: str | None = f"the {self.tier} tier has not started yet"
         self.pid = 0
         self.is_alive = False  # from the start until its end is noticed
@@ -138,10 +140,6 @@ class ServiceProcess(ABC, Generic[Order, Result, Counters]):
             self._channel.close()
         self.is_alive = False
 
-    @abstractmethod
-    def _failed(self, order: Order, why: str) -> Result:
-        """Return the result of an order of which nothing is known."""
-
     def _handle(self, message: object) -> None:
         """Take a message. A service adds its own messages, and sets `_is_open` when the process has opened."""
         match message:
@@ -155,7 +153,7 @@ class ServiceProcess(ABC, Generic[Order, Result, Counters]):
                 kind = TierProblem if message.can_pass else EnvironmentProblem
                 raise kind(message.message, hint=message.hint)
             case Logged():
-                log_for(message)
+                logging.getLogger(message.name).log(message.level, "%s", Lines(message.text))
 
     def _is_awaited(self) -> bool:
         return bool(self._in_flight)

@@ -17,7 +17,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from kvbm.host.layout import Numbers, consecutive
 if TYPE_CHECKING:
     import torch
 
+    from kvbm.device.cuda import CudaPath
     from kvbm.device.cuda_runtime import CudaRuntime
     from kvbm.host.layout import BlockLayout
     from kvbm.host.segment import Segment
@@ -66,7 +67,7 @@ class DeviceCopier:
         _check_storages(layout, storages, segment)
         self._block_count = layout.block_count
         self._slot_count = len(segment.payload)
-        self._path: _Path
+        self._path: CudaPath | _CpuPath
         if storages[0].is_cuda or runtime is not None:
             from kvbm.device.cuda import CudaPath
             from kvbm.device.cuda_runtime import CudaRuntime
@@ -83,12 +84,12 @@ class DeviceCopier:
     def offload(self, block_ids: Numbers, slots: Numbers, fence: object | None) -> None:
         """Copy block `block_ids[i]` to slot `slots[i]`. Raises TransferError."""
         if moves := self._checked(block_ids, slots):
-            self._path.offload(moves, fence)
+            self._path.copy(moves, fence, to_host=True)
 
     def onboard(self, slots: Numbers, block_ids: Numbers, fence: object | None) -> None:
         """Copy slot `slots[i]` to block `block_ids[i]`. Raises TransferError."""
         if moves := self._checked(block_ids, slots):
-            self._path.onboard(moves, fence)
+            self._path.copy(moves, fence, to_host=False)
 
     def _checked(self, block_ids: Numbers, slots: Numbers) -> Moves:
         """Return the moves in slot order. A number out of range would overwrite other blocks or memory."""
@@ -107,14 +108,6 @@ class DeviceCopier:
         return moves
 
 
-class _Path(Protocol):
-    """Copies on one kind of device."""
-
-    def fence(self) -> object | None: ...
-    def offload(self, moves: Moves, fence: object | None) -> None: ...
-    def onboard(self, moves: Moves, fence: object | None) -> None: ...
-
-
 class _CpuPath:
     """Copies on the CPU: whole runs of slots if they are long enough, else piece by piece."""
 
@@ -125,19 +118,13 @@ class _CpuPath:
     def fence(self) -> None:
         """No fence: the forward pass ran in the engine's thread before it passed this order."""
 
-    def offload(self, moves: Moves, fence: object | None) -> None:
-        self._copy(moves, is_offload=True)
-
-    def onboard(self, moves: Moves, fence: object | None) -> None:
-        self._copy(moves, is_offload=False)
-
-    def _copy(self, moves: Moves, *, is_offload: bool) -> None:
+    def copy(self, moves: Moves, fence: object | None, *, to_host: bool) -> None:
         slot_runs = consecutive(moves.slots)
         if self._rows is None or (runs := self._rows.runs(moves, slot_runs)) is None:
-            self._pieces.copy(moves, slot_runs, is_offload=is_offload)
+            self._pieces.copy(moves, slot_runs, to_host=to_host)
             return
         for rows, slots in self._rows.spans(moves, runs):
-            if is_offload:
+            if to_host:
                 np.take(self._rows.g1, rows, axis=0, out=slots, mode="clip")
             else:
                 self._rows.g1[rows] = slots
@@ -205,12 +192,12 @@ class _Pieces:
         self._move = _memmove(ctypes.CDLL(None))
         self._move_holding = _memmove(ctypes.PyDLL(None))
 
-    def copy(self, moves: Moves, slot_runs: list[tuple[int, int]], *, is_offload: bool) -> None:
+    def copy(self, moves: Moves, slot_runs: list[tuple[int, int]], *, to_host: bool) -> None:
         """Copy every piece of each block to or from its slot."""
         held = 0
         for g1, g2, length in self._runs(moves, slot_runs) if self._is_dense else self._each(moves):
             held += length
-            target, source = (g2, g1) if is_offload else (g1, g2)
+            target, source = (g2, g1) if to_host else (g1, g2)
             if held < HELD_BYTES:
                 self._move_holding(target, source, length)
             else:

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +82,16 @@ class CudaPath:
     def fence(self) -> object:
         return self._runtime.record_engine()
 
-    def offload(self, moves: Moves, fence: object | None) -> None:
-        self._run(self._out, moves, fence, partial(self._enqueue, to_host=True))
-
-    def onboard(self, moves: Moves, fence: object | None) -> None:
-        self._run(self._back, moves, fence, partial(self._enqueue, to_host=False))
+    def copy(self, moves: Moves, fence: object | None, *, to_host: bool) -> None:
+        """Run one batch after the other. Raises TransferError, also only when the device is done."""
+        self._runtime.use_device()
+        streams = self._out if to_host else self._back
+        for begin in range(0, len(moves), self._batch_blocks):
+            stream = streams.get()
+            try:
+                self._run_batch(stream, moves[begin : begin + self._batch_blocks], fence, to_host=to_host)
+            finally:
+                streams.put(stream)
 
     def _make_streams(self, staged: int, element: torch.dtype) -> queue.SimpleQueue[_CopyStream]:
         least, _ = self._runtime.priority_range()
@@ -96,34 +100,12 @@ class CudaPath:
             streams.put(_CopyStream.make(self._runtime, least, staged, self._slot_stride, element))
         return streams
 
-    def _run(
-        self,
-        streams: queue.SimpleQueue[_CopyStream],
-        moves: Moves,
-        fence: object | None,
-        enqueue: Callable[[_CopyStream, Moves], object],
-    ) -> None:
-        """Run one batch after the other. Raises TransferError, also only when the device is done."""
-        self._runtime.use_device()
-        for begin in range(0, len(moves), self._batch_blocks):
-            stream = streams.get()
-            try:
-                self._run_batch(stream, moves[begin : begin + self._batch_blocks], fence, enqueue)
-            finally:
-                streams.put(stream)
-
-    def _run_batch(
-        self,
-        stream: _CopyStream,
-        moves: Moves,
-        fence: object | None,
-        enqueue: Callable[[_CopyStream, Moves], object],
-    ) -> None:
+    def _run_batch(self, stream: _CopyStream, moves: Moves, fence: object | None, *, to_host: bool) -> None:
         runtime, handle = self._runtime, stream.handle
         try:
             if fence is not None:
                 runtime.wait(handle, fence)
-            kept = enqueue(stream, moves)
+            kept = self._enqueue(stream, moves, to_host=to_host)
             runtime.synchronize(runtime.record(handle))
             del kept  # the driver may read it until here
         except BaseException as error:  # whatever it is, copies that were enqueued before it may still run

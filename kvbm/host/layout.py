@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -106,7 +106,7 @@ class BlockLayout:
     @property
     def slot_offsets(self) -> tuple[int, ...]:
         """Where each piece begins inside a slot."""
-        return tuple(int(end) - piece.length for end, piece in zip(self._ends(), self.pieces, strict=True))
+        return tuple(accumulate((piece.length for piece in self.pieces[:-1]), initial=0))
 
     @property
     def storage_count(self) -> int:
@@ -133,9 +133,6 @@ class BlockLayout:
         """Return a name of the order of bytes in a slot. It is independent of the blocks' number and position in G1."""
         lengths = ",".join(str(piece.length) for piece in self.pieces)
         return hashlib.blake2b(lengths.encode(), digest_size=16).hexdigest()
-
-    def _ends(self) -> np.ndarray:
-        return np.cumsum([piece.length for piece in self.pieces], dtype=np.int64)
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

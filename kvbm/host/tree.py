@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 from kvbm.host.libc import LIBC, last_error
 
@@ -50,9 +49,7 @@ class Tree:
     def __enter__(self) -> Tree:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -86,6 +83,12 @@ class Tree:
         holder, last = self.parent(name)
         with holder:
             return os.stat(last, dir_fd=holder.descriptor, follow_symlinks=False)
+
+    def has_at(self, name: str, descriptor: int) -> bool:
+        """Whether an open file or directory has this name now: others may remove or rename it at any time."""
+        with suppress(OSError):
+            return os.path.samestat(self.about(name), os.fstat(descriptor))
+        return False
 
     def make_directories(self, name: str, mode: int = 0o777) -> None:
         """Create the directories of a name that are missing. Raises OSError."""

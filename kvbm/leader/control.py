@@ -282,7 +282,7 @@ def _operations(cache: EngineTiers) -> Operations:
 
 
 def _chain(cache: EngineTiers, arguments: Arguments) -> Sequence[bytes]:
-    chain = _operations(cache).chain([int(one) for one in arguments["tokens"].split()], arguments.get("salt"))
+    chain = _operations(cache).chain_of([int(one) for one in arguments["tokens"].split()], arguments.get("salt"))
     if chain is None:
         raise Refused("the blocks of this engine cannot be named by tokens")
     if not chain:

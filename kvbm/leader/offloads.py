@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import compress, groupby, pairwise
+from itertools import compress, groupby
 from typing import TYPE_CHECKING
 
 from kvbm.core.policies.ranking import PLAIN_MARK, known_blocks, picked_marks
@@ -486,9 +486,7 @@ class Offloads:
         self._counters.offload_bytes += registered * self._settings.block_bytes
         if registered:
             self._counters.durations["device-host"].observe(self._clock() - flight.born_s)
-        of_blocks = list(compress(tenants, is_ready))
-        for begin, end in _runs(of_blocks):
-            self._host.labels.own(blocks.slots[begin:end], of_blocks[begin])
+        self._host.labels.own_each(blocks.slots, list(compress(tenants, is_ready)))
         for listener in self._host.listeners if registered else ():
             listener.registered(blocks.hashes, blocks.slots)
         blocks.release()
@@ -501,14 +499,6 @@ class Offloads:
     def _release_blocks(self, block_ids: Sequence[int]) -> None:
         self._held_blocks -= len(block_ids)
         self._block_pool.release(block_ids[::-1])
-
-
-def _runs(items: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Return the ranges of equal items. Most batches have one."""
-    if items and items.count(items[0]) == len(items):
-        return [(0, len(items))]
-    bounds = [0, *(i for i in range(1, len(items)) if items[i] != items[i - 1]), len(items)]
-    return list(pairwise(bounds)) if items else []
 
 
 def blocks_before_low_priority(priorities: Sequence[int], end: int, *, least: int) -> int:

@@ -46,7 +46,7 @@ class Operations:
         self.hints = hints
         self._host = context.host
         self._clock = context.callbacks.clock
-        self._chain_of = context.callbacks.chain_of
+        self.chain_of = context.callbacks.chain_of
         self._tiers = tiers
         self._asked = [tier for tier in tiers if isinstance(tier, AskedTier)]
         self._prefetches = prefetches
@@ -58,10 +58,6 @@ class Operations:
         self._read_until_s = 0.0
         self._last_tenant: bytes | None = None  # whose chain was read last
         self._losses = 0
-
-    def chain(self, token_ids: Sequence[int], salt: str | None) -> Sequence[bytes] | None:
-        """Return the hashes of the full blocks of a prompt; None if this engine has no such chain."""
-        return self._chain_of(token_ids, salt)
 
     def is_on_its_way(self, chain: Sequence[bytes], owner: bytes, asks: str = ASKS) -> bool:
         """Let lower tiers read what host memory lacks of a chain of this tenant. Return whether they still have to."""

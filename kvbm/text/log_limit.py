@@ -1,8 +1,7 @@
 """Limits of a log: 10,000 damaged blocks must not write 10,000 lines, and no client decides how long a line is.
 
-RepeatFilter    how often one kind of message passes
-LogLimit        also how long a value in a line is, and how much all lines have together. Every handler that writes
-                for kvbm has one
+LogLimit says how often one kind of message passes, how long a value in a line is, and how much all lines have together.
+Every handler that writes for kvbm has one.
 """
 
 from __future__ import annotations
@@ -29,21 +28,38 @@ BUDGET_PER_S = 1000.0
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+")
 
 
-class RepeatFilter(logging.Filter):
+class LogLimit(logging.Filter):
     """Passes `burst` messages of one logger, level and format string per INTERVAL_S, with the number of those dropped.
+    Shortens each value of a message in one line, hides secrets, and drops what is too much altogether.
 
-    Any thread may log. `clock` returns seconds.
+    A value has MAX_ARGUMENT characters at most: reasons in kvbm's own words pass. Text from outside is quoted with
+    `shown` where it is quoted. A traceback has MAX_TRACEBACK characters. Any thread may log. `clock` returns seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, burst: int = 1) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, burst: int = BURST) -> None:
         super().__init__()
         self._clock = clock
         self._burst = burst
         self._lock = threading.Lock()
         self._last: dict[tuple[str, int, str], tuple[float, int]] = {}  # kind -> (interval's begin, seen since)
+        self._left, self._filled_s, self._left_out = float(BUDGET), clock(), 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind, now = self._kind(record), self._clock()
+        _shorten_arguments(record)
+        if not self._is_rare(record):
+            return False
+        text = without_secrets(shortened(_message(record), MAX_MESSAGE))
+        if record.exc_info and not record.exc_text:
+            record.exc_text = _traceback(record.exc_info)
+        if not self._takes(len(text) + len(record.exc_text or "")):
+            return False
+        left_out, self._left_out = self._left_out, 0
+        record.msg, record.args = f"{text} ({left_out} other messages dropped)" if left_out else text, ()
+        return True
+
+    def _is_rare(self, record: logging.LogRecord) -> bool:
+        """Count a message of its kind. False if there are too many of them."""
+        kind, now = _kind(record), self._clock()
         with self._lock:
             began_s, seen = self._last.get(kind, (float("-inf"), 0))
             if now - began_s < INTERVAL_S:
@@ -54,34 +70,6 @@ class RepeatFilter(logging.Filter):
             self._last[kind] = now, 1
         if (dropped := seen - self._burst) > 0:
             record.msg, record.args = f"{record.getMessage()} ({dropped} similar messages dropped)", ()
-        return True
-
-    def _kind(self, record: logging.LogRecord) -> tuple[str, int, str]:
-        return record.name, record.levelno, str(record.msg)
-
-
-class LogLimit(RepeatFilter):
-    """Shortens each value of a message in one line, hides secrets, and drops what is too much altogether.
-
-    A value has MAX_ARGUMENT characters at most: reasons in kvbm's own words pass. Text from outside is quoted with
-    `shown` where it is quoted. A traceback has MAX_TRACEBACK characters.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, burst: int = BURST) -> None:
-        super().__init__(clock, burst=burst)
-        self._left, self._filled_s, self._left_out = float(BUDGET), clock(), 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        _shorten_arguments(record)
-        if not super().filter(record):
-            return False
-        text = without_secrets(shortened(_message(record), MAX_MESSAGE))
-        if record.exc_info and not record.exc_text:
-            record.exc_text = _traceback(record.exc_info)
-        if not self._takes(len(text) + len(record.exc_text or "")):
-            return False
-        left_out, self._left_out = self._left_out, 0
-        record.msg, record.args = f"{text} ({left_out} other messages dropped)" if left_out else text, ()
         return True
 
     def _takes(self, size: int) -> bool:
@@ -95,16 +83,17 @@ class LogLimit(RepeatFilter):
             self._left_out += not has_room
         return has_room
 
-    def _kind(self, record: logging.LogRecord) -> tuple[str, int, str]:
-        """Messages without arguments may have numbers and addresses of objects in their text."""
-        text = str(record.msg)
-        return record.name, record.levelno, text if record.args else _VARYING.sub("#", text[:MAX_SHOWN])
-
 
 class Lines(str):
     """Text of kvbm itself, of several lines, as an argument of a message: it is not shortened."""
 
     __slots__ = ()
+
+
+def _kind(record: logging.LogRecord) -> tuple[str, int, str]:
+    """Messages without arguments may have numbers and addresses of objects in their text."""
+    text = str(record.msg)
+    return record.name, record.levelno, text if record.args else _VARYING.sub("#", text[:MAX_SHOWN])
 
 
 def _shorten_arguments(record: logging.LogRecord) -> None:

@@ -55,7 +55,8 @@ class SlotLabels:
 
     def own_each(self, slots: Sequence[int], tenants: Sequence[bytes]) -> None:
         """Like `own`, with a tenant per slot."""
-        if not self._numbers and not any(tenants):
+        if tenants and tenants.count(tenants[0]) == len(tenants):
+            self.own(slots, tenants[0])
             return
         for tenant, pairs in groupby(zip(slots, tenants, strict=True), key=lambda pair: pair[1]):
             self.own([slot for slot, _ in pairs], tenant)

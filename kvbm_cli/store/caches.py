@@ -26,7 +26,7 @@ from kvbm.tiers.disk.directory import (
     is_of_user,
     last_used,
 )
-from kvbm.tiers.disk.files import open_private, open_private_directory, open_private_in
+from kvbm.tiers.disk.files import open_private, open_private_directory, private_file
 from kvbm.tiers.disk.index import LOG, BlockIndex
 from kvbm.tiers.disk.superblock import OtherFormat, Superblock, read_superblock
 
@@ -65,7 +65,7 @@ def why_not_own(instance: Path) -> Skipped | None:
     """Return why a cache must not be changed by this user, None if its directories and its lock are private."""
     try:
         with open_private_directory(instance, levels=LEVELS) as directory, suppress(FileNotFoundError):
-            os.close(open_private_in(directory, LOCK, os.O_RDONLY, instance / LOCK))
+            os.close(private_file(directory.open_file(LOCK, os.O_RDONLY), instance / LOCK))
     except EnvironmentProblem as error:
         remedy = "" if error.hint is None else f" ({error.hint})"
         return Skipped(instance, f"{error.message}{remedy}", is_failure=is_of_user(instance / LOCK))

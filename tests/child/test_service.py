@@ -28,8 +28,8 @@ HANGS_S = 120.0  # no test is slower than that on a machine that works
 class FakeProcess(ServiceProcess):
     tier, module = "fake", "fake_service"
 
-    def _failed(self, order, why):
-        return Answer(order.ticket, False)
+    def __init__(self):
+        super().__init__(FakeCounters(), lambda order, why: Answer(order.ticket, False))
 
     def _handle(self, message):
         self._is_open |= isinstance(message, FakeOpened)
@@ -42,7 +42,7 @@ class FakeService(ChildService):
 
 
 def started(problem=None):
-    process = FakeProcess(FakeCounters())
+    process = FakeProcess()
     process.start(OpenFake(frozenset(allowed_cores()), problem), "here", None, lambda: False)
     return process
 
@@ -63,7 +63,7 @@ def process():
 def service():
     named = Future()
     named.set_result("name")
-    service = FakeService(FakeProcess(FakeCounters()), named, "here")
+    service = FakeService(FakeProcess(), named, "here")
     service.await_opening()
     eventually(lambda: service.poll() or service.is_on)
     yield service

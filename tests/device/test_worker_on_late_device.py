@@ -131,15 +131,15 @@ def test_an_onboard_fails_if_one_source_slot_changes_while_its_slice_is_copied(s
     stepped.segment.write_slots(range(SLOTS), 1, SlotState.READY)
     stepped.worker.start(onboard_of(2, 0, range(6), 1, range(6)))
     stepped.onboard_pool.run_next()
-    onboard = stepped.copier._path.onboard
+    copy = stepped.copier._path.copy
 
-    def changed(moves, fence):
-        onboard(moves, fence)
+    def changed(moves, fence, *, to_host):
+        copy(moves, fence, to_host=to_host)
         stepped.segment.write_slots([3], 9, SlotState.READY)
 
-    stepped.copier._path.onboard = changed
+    stepped.copier._path.copy = changed
     stepped.onboard_pool.run_next()
-    stepped.copier._path.onboard = onboard
+    stepped.copier._path.copy = copy
     stepped.onboard_pool.run_next()
     stepped.worker.poll()
     assert stepped.region.lane_result(0, 2) is SlotState.FAILED

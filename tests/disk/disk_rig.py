@@ -111,8 +111,11 @@ class Rig:
     def clear(self, tenant=None, *, ends_persistence=False, limit_s=CLEAR_LIMIT_S):
         """Clear, and wait until that is durable. EnvironmentProblem if it fails: the tier is off then, and retries."""
         clear = self.tier.begin_clear(tenant, ends_persistence=ends_persistence)
-        if not clear.done.wait(limit_s) or clear.error is not None:
-            raise EnvironmentProblem(f"not cleared durably: {clear.error or f'not within {limit_s:g} s'}")
+        deadline_s = time.monotonic() + limit_s
+        while not clear.is_durable:
+            if clear.error is not None or time.monotonic() > deadline_s:
+                raise EnvironmentProblem(f"not cleared durably: {clear.error or f'not within {limit_s:g} s'}")
+            time.sleep(0.0005)
 
     def write(self, numbers, disk_slots, tenants=None):
         numbers = list(numbers)

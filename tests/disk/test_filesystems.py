@@ -104,12 +104,12 @@ def test_disk_that_fills_up_in_service_is_off_until_there_is_room(mount, kind, l
         for _ in range(400):
             rig.write([number], [16 + number % 40])
             number += 1
-            if not rig.tier.is_on:
+            if not rig.tier.health.is_on:
                 break
-        assert not rig.tier.is_on, rig.tier.counters
+        assert not rig.tier.health.is_on, rig.tier.counters
         filler.unlink()
         os.sync()
-        rig.wait_until(lambda: rig.tier.is_on)
+        rig.wait_until(lambda: rig.tier.health.is_on)
         assert all(rig.read(range(16), range(16)).is_good)
         assert rig.write([7000], [60]).is_good == (True,)
     with opened(directory, **SMALL) as rig:
@@ -127,7 +127,7 @@ def test_file_system_that_turns_read_only_turns_the_tier_off(mount):
             rig.write([100 + number], [20])
             rig.read([1], [1])
         assert rig.write([1], [30]).is_good == (False,)
-        rig.wait_until(lambda: (rig.write([1], [30]), not rig.tier.is_on)[1])
+        rig.wait_until(lambda: (rig.write([1], [30]), not rig.tier.health.is_on)[1])
         with pytest.raises(EnvironmentProblem, match="not cleared durably"):
             rig.clear()
 
@@ -140,7 +140,7 @@ def test_removed_and_full_directory_do_not_hold_up_the_end(mount):
         for path in instance.iterdir():
             path.unlink()
         instance.rmdir()
-        rig.wait_until(lambda: not rig.tier.is_on)
+        rig.wait_until(lambda: not rig.tier.health.is_on)
 
 
 @pytest.mark.parametrize("persist", [True, False])

@@ -38,9 +38,9 @@ def test_rates_whose_write_hangs_turn_the_disk_off(tmp_path, monkeypatch):
     monkeypatch.setattr(index_thread, "write_rates", lambda path, known: is_over.wait(LIMIT_S))
     with assembled(tmp_path, limits=HASTY) as rig:
         rig.tier.keep_rates(KnownRates(160.0))
-        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.is_on)
+        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.health.is_on)
         is_over.set()
-        rig.wait_until(lambda: rig.tier.poll() or rig.tier.is_on)
+        rig.wait_until(lambda: rig.tier.poll() or rig.tier.health.is_on)
 
 
 SPEED = '{"tokens_per_s": %s}'

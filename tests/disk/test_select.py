@@ -54,20 +54,17 @@ def choose(wanted: str, trials: Trials, *, rates: Rates | str = NIXL_WINS, o_dir
         assert (directory, block_bytes) == (Path("/nowhere"), 4096)
         return rates
 
-    return choose_io(wanted, Path("/nowhere"), block_bytes=4096, o_direct=o_direct, trial=trials, benchmark=benchmark)
-
-
-def test_threads_are_taken_without_a_trial() -> None:
-    trials = Trials()
-    assert choose("threads", trials).name == "threads"
-    assert trials.asked == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "try_nixl", trials)
+        patch.setattr(module, "benchmark_nixl", benchmark)
+        return choose_io(wanted, Path("/nowhere"), block_bytes=4096, o_direct=o_direct)
 
 
 @pytest.mark.parametrize("wanted", ["nixl", "auto"])
 def test_better_queue_is_taken_where_it_works(wanted: str) -> None:
     trials = Trials(uring=None, aio=None)
     choice = choose(wanted, trials)
-    assert (choice.name, choice.queue, trials.asked) == ("nixl", "uring", ["uring"])
+    assert (choice.queue, trials.asked) == ("uring", ["uring"])
 
 
 @pytest.mark.parametrize("wanted", ["nixl", "auto"])
@@ -131,13 +128,14 @@ def test_gds_is_taken_only_when_asked_for_and_after_a_trial() -> None:
 
 
 @pytest.mark.usefixtures("gds_may_be_tried")
-def test_gds_is_a_plugin_of_nixl_that_moves_host_memory(nixl: FakeNixl, tmp_path: Path) -> None:
+def test_gds_is_a_plugin_of_nixl_that_moves_host_memory(
+    nixl: FakeNixl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "try_nixl", Trials(gds=None))
     shards = [np.frombuffer(mmap.mmap(-1, 2 * 4096), np.uint8).reshape(2, 4096)]
     shards[0][0] = 7
     with (tmp_path / "arena").open("w+b") as file:
-        io = open_io(
-            "gds", file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True, trial=Trials(gds=None)
-        )
+        io = open_io("gds", file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True)
         io.write([IoRun(0, [shards[0][0]])])
         io.read([IoRun(0, [shards[0][1]])])
         assert isinstance(io, NixlIO)
@@ -157,58 +155,52 @@ def test_real_trial_of_gds_without_a_gpu_says_that_it_does_not_load(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("rates", "name", "reason"),
+    ("rates", "queue", "reason"),
     [
-        (NIXL_WINS, "nixl", "benchmark: 5.00 GB/s by NIXL with uring, 4.00 GB/s by threads"),
-        (THREADS_WIN, "threads", "benchmark: 4.00 GB/s by NIXL with uring, 5.00 GB/s by threads"),
-        (TIE, "threads", "benchmark: 5.20 GB/s by NIXL with uring, 5.00 GB/s by threads"),
-        ("no answer in 20 s", "threads", "the benchmark of NIXL failed: no answer in 20 s"),
+        (NIXL_WINS, "uring", "benchmark: 5.00 GB/s by NIXL with uring, 4.00 GB/s by threads"),
+        (THREADS_WIN, None, "benchmark: 4.00 GB/s by NIXL with uring, 5.00 GB/s by threads"),
+        (TIE, None, "benchmark: 5.20 GB/s by NIXL with uring, 5.00 GB/s by threads"),
+        ("no answer in 20 s", None, "the benchmark of NIXL failed: no answer in 20 s"),
     ],
 )
-def test_auto_takes_nixl_only_where_it_is_faster(rates: Rates | str, name: str, reason: str) -> None:
+def test_auto_takes_nixl_only_where_it_is_faster(rates: Rates | str, queue: str | None, reason: str) -> None:
     choice = choose("auto", Trials(uring=None), rates=rates)
-    assert (choice.name, choice.reason) == (name, reason)
-    assert choose("nixl", Trials(uring=None), rates=rates).name == "nixl"
+    assert (choice.queue, choice.reason) == (queue, reason)
+    assert choose("nixl", Trials(uring=None), rates=rates).queue == "uring"
 
 
 def test_auto_takes_threads_for_the_page_cache() -> None:
-    assert choose("auto", Trials(), o_direct=False).name == "threads"
-    assert choose("nixl", Trials(uring=None), o_direct=False).name == "nixl"
+    assert choose("auto", Trials(), o_direct=False).queue is None
+    assert choose("nixl", Trials(uring=None), o_direct=False).queue == "uring"
 
 
 @pytest.mark.parametrize(
     ("wanted", "rates", "name"),
-    [("threads", NIXL_WINS, "threads"), ("auto", NIXL_WINS, "nixl"), ("auto", THREADS_WIN, "threads")],
+    [("nixl", THREADS_WIN, "nixl"), ("auto", NIXL_WINS, "nixl"), ("auto", THREADS_WIN, "threads")],
 )
-def test_opened_io_moves_bytes_of_the_arena(
-    nixl: FakeNixl, tmp_path: Path, wanted: str, rates: Rates, name: str
+@pytest.mark.usefixtures("nixl")
+def test_opened_io_moves_bytes_of_the_arena_and_is_one_line_of_the_log(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    rates: Rates,
+    name: str,
 ) -> None:
+    caplog.set_level(logging.INFO, module.__name__)
+    monkeypatch.setattr(module, "try_nixl", Trials(uring=None))
+    monkeypatch.setattr(module, "benchmark_nixl", lambda directory, queue, block_bytes: rates)
     width = 4096
     shards = [np.frombuffer(mmap.mmap(-1, 2 * width), np.uint8).reshape(2, width)]
     shards[0][0] = 7
     with (tmp_path / "arena").open("w+b") as file:
-        io = open_io(
-            wanted,
-            file.fileno(),
-            path=tmp_path / "arena",
-            shards=shards,
-            is_direct=True,
-            trial=Trials(uring=None),
-            benchmark=lambda directory, queue, block_bytes: rates,
-        )
+        io = open_io(wanted, file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True)
         io.write([IoRun(0, [shards[0][0]])])
         io.read([IoRun(0, [shards[0][1]])])
         io.close()
     assert io.name == name
     assert (shards[0][1] == 7).all()
-
-
-@pytest.mark.parametrize(("wanted", "lines"), [("auto", 1), ("nixl", 1), ("threads", 0)])
-def test_choice_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture, wanted: str, lines: int) -> None:
-    caplog.set_level(logging.INFO, "kvbm.tiers.disk.io.select")
-    choose(wanted, Trials(uring=None))
-    assert len(caplog.messages) == lines
-    assert all(" uses nixl: " in message for message in caplog.messages)
+    assert [f"`tiers.disk.io: {wanted}` uses {name}: " in message for message in caplog.messages] == [True]
 
 
 def test_trial_that_hangs_is_ended_in_time(tmp_path: Path) -> None:

@@ -360,7 +360,7 @@ def test_leader_does_not_wait_for_the_next_process(tmp_path: Path, monkeypatch: 
         started_s = slept_s()
         for _ in range(100):
             assert rig.tier.poll() == []
-            rig.tier.forget([1])
+            rig.tier.process.forget([1])
         assert slept_s() - started_s < LIMIT_S / 6
         goes_on.set()
         assert come_back(rig) == {1: 0}
@@ -524,7 +524,7 @@ def test_a_disk_that_gets_its_name_later_has_the_blocks_of_that_name(tmp_path: P
         rig.write([1, 2], [0, 1])
     before = children()
     with later(tmp_path) as (rig, name):
-        assert (rig.tier.poll(), rig.tier.is_on, rig.tier.slot_count, rig.tier.process.home) == ([], False, 0, None)
+        assert (rig.tier.poll(), rig.tier.is_on, rig.tier.slot_count) == ([], False, 0)
         assert rig.tier.recovered() is None
         assert children() == before
         name()

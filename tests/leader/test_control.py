@@ -151,6 +151,27 @@ def test_a_write_that_ends_without_the_blocks_of_a_cleared_tenant_has_not_failed
     rig.finish(f"r@{owner}", hashes, blocks)
 
 
+def test_a_write_that_ended_well_before_the_disk_heard_of_a_clear_registers_only_what_is_left(rig):
+    alices, bobs = chain("alice", 3), chain("bob", 2)
+    held = rig.compute("r@alice", alices), rig.compute("s@bob", bobs)
+    rig.order()
+    for rank in rig.ranks:
+        rank.run_all()
+    rig.settle()
+    rig.order()
+    while rig.disk.run("write"):
+        pass
+    rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
+    rig.leader.control.advance()
+    for _ in range(20):
+        rig.step()
+        rig.leader.control.advance()
+    assert [present(rig, hashes)[Tier.DISK] for hashes in (alices, bobs)] == [0, 2]
+    assert rig.leader.counters.disk.write_failed_blocks == 0
+    rig.finish("r@alice", alices, held[0])
+    rig.finish("s@bob", bobs, held[1])
+
+
 def test_a_message_is_handled_in_pieces_with_steps_between(rig, monkeypatch):
     monkeypatch.setattr(control, "PIECE_SLOTS", 4)
     monkeypatch.setattr(control, "BUDGET_S", 0.0)

@@ -55,7 +55,7 @@ def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, ca
     assert not disk.is_silent
     name = namespace_of(segments, (FACTS, ""))[0].digest.hex()
     assert (tmp_path / "disk" / name).exists() == (doubt == "")
-    assert (disk.process.home is None) == bool(doubt)
+    assert disk._named.result()[0].persist == (not doubt)
     assert ("will not stay on disk" in caplog.text) == bool(doubt)
     disk.close(1.0)
 

@@ -34,10 +34,10 @@ MUTANTS = (
         old="""\
             if fence is not None:
                 runtime.wait(handle, fence)
-            kept = enqueue(stream, moves)
+            kept = self._enqueue(stream, moves, to_host=to_host)
 """,
         new="""\
-            kept = enqueue(stream, moves)
+            kept = self._enqueue(stream, moves, to_host=to_host)
             if fence is not None:
                 runtime.wait(handle, fence)
 """,
@@ -72,12 +72,12 @@ MUTANTS = (
         bug="the event that ends a copy is recorded before its copies are enqueued",
         file=PATH,
         old="""\
-            kept = enqueue(stream, moves)
+            kept = self._enqueue(stream, moves, to_host=to_host)
             runtime.synchronize(runtime.record(handle))
 """,
         new="""\
             done = runtime.record(handle)
-            kept = enqueue(stream, moves)
+            kept = self._enqueue(stream, moves, to_host=to_host)
             runtime.synchronize(done)
 """,
         fails=PATH_TESTS,
@@ -248,8 +248,8 @@ MUTANTS = (
         name="cuda-batch-frees-its-numbers",
         bug="the arrays of addresses are freed while the driver may still read them",
         file=PATH,
-        old="            kept = enqueue(stream, moves)\n",
-        new="            kept = enqueue(stream, moves) and None\n",
+        old="            kept = self._enqueue(stream, moves, to_host=to_host)\n",
+        new="            kept = self._enqueue(stream, moves, to_host=to_host) and None\n",
         fails=PATH_TESTS,
     ),
     Mutant(

@@ -17,7 +17,7 @@ MUTANTS = (
         name="cache-is-removed-by-its-path",
         bug="a cache whose path has become a link since it was locked is removed where the link leads",
         file="kvbm/tiers/disk/directory.py",
-        old="            if not _is_at(home, instance.name, lock.directory.descriptor):\n"
+        old="            if not home.has_at(instance.name, lock.directory.descriptor):\n"
         '                raise OSError(errno.ESTALE, "another directory has its name")\n',
         new="            for name in names:\n                os.unlink(instance / name)\n",
         fails="tests/cli/test_planted_stores.py -k not_removed_elsewhere",
@@ -89,14 +89,6 @@ MUTANTS = (
         fails="tests/disk/test_corruption.py -k another_model",
     ),
     Mutant(
-        name="disk-child-keeps-the-lock",
-        bug="A forked child keeps the lock of a cache when the engine is killed.",
-        file="kvbm/tiers/disk/directory.py",
-        old="os.register_at_fork(after_in_child=_close_in_child)",
-        new="os.register_at_fork(after_in_child=list)",
-        fails="tests/disk/test_directory.py -k lock",
-    ),
-    Mutant(
         name="disk-does-not-wait-for-a-predecessor",
         bug="A restarted engine creates an empty cache while the process of its predecessor is exiting.",
         file="kvbm/tiers/disk/directory.py",
@@ -143,7 +135,7 @@ MUTANTS = (
         name="disk-commits-lost-bytes",
         bug="A write is committed although its host slots have lost their bytes.",
         file="kvbm/tiers/disk/index_thread.py",
-        old="if not self._is_intact(transfer):",
+        old="if not (self._slots_carry is None or self._slots_carry(order.host_slots, order.generations)):",
         new="if False:",
         fails="tests/disk/test_disk_faults.py -k lost_their_bytes",
     ),
@@ -162,8 +154,8 @@ MUTANTS = (
         name="disk-follows-links",
         bug="A file of a cache may be a link to somewhere else.",
         file="kvbm/tiers/disk/files.py",
-        old="return _private(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
-        new="return _private(os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
+        old="return private_file(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
+        new="return private_file(os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
         fails="tests/disk/test_directory.py -k link",
     ),
     Mutant(
@@ -178,7 +170,7 @@ MUTANTS = (
         name="disk-gds-is-tried-anywhere",
         bug="GPUDirect Storage is tried where its driver hangs.",
         file="kvbm/tiers/disk/io/select.py",
-        old="complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)",
+        old="complaint = (why_no_gds() if queue == GDS else None) or try_nixl(directory, queue)",
         new="complaint = trial(directory, queue)",
         fails="tests/disk/test_select.py",
     ),
@@ -358,9 +350,9 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-takes-any-cache",
         bug="the next disk process takes over a cache that a clear of this engine has not reached",
-        file="kvbm/tiers/disk/directory.py",
-        old="for instance in reversed(instances_of(home)) if only in (None, instance)]",
-        new="for instance in reversed(instances_of(home))]",
+        file="kvbm/tiers/disk/instance.py",
+        old="            if only not in (None, path):\n",
+        new="            if False:\n",
         fails="tests/disk/test_supervisor.py -k other_cache",
     ),
     Mutant(

@@ -80,9 +80,9 @@ MUTANTS = (
     Mutant(
         name="leader-forgets-the-order-of-merged-blocks",
         bug="blocks of a merged order get the tenant of its first request",
-        file="kvbm/leader/offloads.py",
-        old="self._host.labels.own(blocks.slots[begin:end], of_blocks[begin])",
-        new="self._host.labels.own(blocks.slots[begin:end], of_blocks[0])",
+        file="kvbm/tiers/slot_labels.py",
+        old="self.own([slot for slot, _ in pairs], tenant)",
+        new="self.own([slot for slot, _ in pairs], tenants[0])",
         fails="tests/leader/test_long_chains.py",
     ),
     Mutant(

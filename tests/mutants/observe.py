@@ -49,6 +49,14 @@ MUTANTS = (
         fails="tests/leader/test_control.py -k cleared_tenant",
     ),
     Mutant(
+        name="control-registers-cleared-blocks",
+        bug="blocks of a tenant are found on disk after a clear that their write had overtaken",
+        file="kvbm/tiers/disk/tier.py",
+        old="is_good = [good and one not in write.cleared for",
+        new="is_good = [good for",
+        fails="tests/leader/test_control.py -k ended_well",
+    ),
+    Mutant(
         name="capacities-take-a-sample-for-all",
         bug="the misses of a sample are compared with the uses of all blocks, so that large engines seem to hit always",
         file="kvbm/core/shadow_caches.py",

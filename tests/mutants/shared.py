@@ -98,7 +98,7 @@ MUTANTS = (
         name="object-listings-pile-up",
         bug="listings are sent to an engine that does not take them: its next step takes seconds",
         file="kvbm/tiers/shared/service/server.py",
-        old="            self._is_listing_on_its_way = True\n",
+        old="        self._is_listing_on_its_way = True\n",
         new="",
         fails=f"{SERVICE} -k gets_one_listing",
     ),

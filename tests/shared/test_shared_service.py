@@ -82,7 +82,7 @@ class ClientRig:
         deadline_s = time.monotonic() + LIMIT_S
         while not is_so():
             assert time.monotonic() < deadline_s, f"not within {LIMIT_S} s"
-            self.client.wait(0.02)
+            self.client.process.wait(0.02)
             self.poll()
 
     def wait(self, ticket):
@@ -186,7 +186,7 @@ def test_the_first_listing_comes_with_the_start(url):
         with opened(url) as rig:
             began_s = time.monotonic()
             while (listing := rig.client.take_listing()) is None:
-                rig.client.wait(deadlines.IDLE_INTERVAL_S)
+                rig.client.process.wait(deadlines.IDLE_INTERVAL_S)
                 rig.poll()
             delays_s.append(time.monotonic() - began_s)
         assert len(listing.names) == DIGEST.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,17 @@ sys.path.append(str(Path(__file__).parent.parent / "disk"))
 
 from test_client import opened
 
-from kvbm.text.log_limit import BUDGET, BURST, INTERVAL_S, MAX_KINDS, Lines, LogLimit, RepeatFilter
+from kvbm.text.log_limit import BUDGET, BURST, INTERVAL_S, MAX_KINDS, Lines, LogLimit
 
 
-def passed(limit: RepeatFilter, text: str, *arguments: object, level: int = logging.WARNING) -> str | None:
+def passed(limit: LogLimit, text: str, *arguments: object, level: int = logging.WARNING) -> str | None:
     record = logging.LogRecord("kvbm.tiers.disk", level, "file", 1, text, arguments, None)
     return record.getMessage() if limit.filter(record) else None
 
 
 def test_of_many_messages_of_one_kind_one_passes_and_the_next_one_counts_the_others() -> None:
     now_s = [0.0]
-    limit = RepeatFilter(lambda: now_s[0])
+    limit = LogLimit(lambda: now_s[0], burst=1)
     assert [passed(limit, "block %d", number) for number in range(10_000)] == ["block 0", *[None] * 9999]
     assert passed(limit, "another") == "another"
     assert passed(limit, "block %d", 1, level=logging.ERROR) == "block 1"
@@ -33,9 +34,10 @@ def test_of_many_messages_of_one_kind_one_passes_and_the_next_one_counts_the_oth
 
 
 def test_kinds_without_number_take_no_memory_without_limit() -> None:
-    limit = RepeatFilter(lambda: 0.0)
+    seconds = count()  # of which each one fills the budget again
+    limit = LogLimit(lambda: next(seconds), burst=1)
     for number in range(3 * MAX_KINDS):
-        assert passed(limit, f"kind {number}")
+        assert passed(limit, f"kind {number}: %s", "")
     assert len(limit._last) <= MAX_KINDS
 
 

@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from kvbm.tiers.disk.files import (
     make_private_directory,
     open_private,
     open_private_directory,
-    open_private_in,
+    private_file,
     problem,
 )
 from kvbm.tiers.disk.index import index_files
@@ -55,14 +54,13 @@ logger = logging.getLogger(__name__)
 
 
 class InstanceLock:
-    """Exclusive lock of an instance, held until `release` or the end of this process. Forked children drop it."""
+    """Exclusive lock of an instance, held until `release` or the end of this process and of its forked children."""
 
     def __init__(self, path: Path, directory: Tree, fd: int) -> None:
         """*Consumes* the open directory of the instance."""
         self.path = path
         self.directory = directory
         self._fd = fd
-        _HELD.add(self)
 
     @classmethod
     def take(cls, instance: Path) -> InstanceLock | None:
@@ -73,7 +71,7 @@ class InstanceLock:
             try:
                 directory = open_private_directory(instance, levels=LEVELS)
                 try:
-                    fd = open_private_in(directory, LOCK, os.O_RDWR | os.O_CREAT, instance / LOCK)
+                    fd = private_file(directory.open_file(LOCK, os.O_RDWR | os.O_CREAT), instance / LOCK)
                 except BaseException:
                     directory.close()
                     raise
@@ -81,7 +79,7 @@ class InstanceLock:
                 return None
             except OSError as error:
                 raise problem(f"cannot open {instance / LOCK}", error) from error
-            if _lock(fd, fcntl.LOCK_EX) and _is_at(directory, LOCK, fd):
+            if _lock(fd, fcntl.LOCK_EX) and directory.has_at(LOCK, fd):
                 _write_holder(fd)
                 return cls(instance, directory, fd)
             os.close(fd)
@@ -97,10 +95,6 @@ class InstanceLock:
         """Record that no engine owns the instance, and unlock it. May be called twice."""
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
-        self.drop()
-
-    def drop(self) -> None:
-        """Close the files. A forked child has the same lock, which stays with its parent."""
         self.directory.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -114,11 +108,6 @@ class Skipped:
     path: Path
     why: str
     is_failure: bool = False
-
-
-def existing_instances(home: Path, *, only: Path | None = None) -> list[Path]:
-    """Return the instances of a namespace, most recently used first; with `only`, at most that one."""
-    return [instance for instance in reversed(instances_of(home)) if only in (None, instance)]
 
 
 def claim(instance: Path) -> InstanceLock | None:
@@ -239,7 +228,7 @@ def remove_instance(lock: InstanceLock) -> None:
     names = (*(file.name for file in index_files(instance / INDEX)), ARENA, SUPERBLOCK, SUPERBLOCK + ".new", LOCK)
     try:
         with Tree.open(instance.parent.parent) as directory, directory.directory(instance.parent.name) as home:
-            if not _is_at(home, instance.name, lock.directory.descriptor):
+            if not home.has_at(instance.name, lock.directory.descriptor):
                 raise OSError(errno.ESTALE, "another directory has its name")
             for name in names:  # in the directory that was locked, whatever becomes of its name
                 with suppress(FileNotFoundError):
@@ -277,6 +266,7 @@ def instances(directory: Path, skipped: list[Skipped]) -> list[Path]:
 
 
 def instances_of(home: Path) -> list[Path]:
+    """Return the instances of a namespace, least recently used first."""
     return sorted(_directories(home, INSTANCE_NAME, []), key=_age_key)
 
 
@@ -340,22 +330,3 @@ def _lock(fd: int, kind: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_at(directory: Tree, name: str, fd: int) -> bool:
-    """Return whether an open file still has this name: an instance can be removed at any time."""
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(fd), directory.about(name))
-    return False
-
-
-_HELD: weakref.WeakSet[InstanceLock] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """Release the locks in a forked child: it shares the open files and would keep them locked after the engine."""
-    for lock in _HELD:
-        lock.drop()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

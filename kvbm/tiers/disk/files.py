@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import shlex
@@ -76,12 +75,7 @@ def make_private_directory(path: Path) -> None:
 
 def open_private(path: Path, flags: int) -> int:
     """Return a descriptor of a private regular file. Raises OSError, or EnvironmentProblem if it is not private."""
-    return _private(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)
-
-
-def open_private_in(directory: Tree, name: str, flags: int, path: Path) -> int:
-    """Like `open_private`, for a file in an open directory. `path` is its path, for messages."""
-    return _private(directory.open_file(name, flags), path)
+    return private_file(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)
 
 
 def open_private_directory(path: Path, *, levels: int) -> Tree:
@@ -220,26 +214,11 @@ class Arena:
         """Use buffered I/O, without read-ahead because access is random. Raises OSError."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def prove(self, offset: int) -> None:
-        """Write a page at `offset` and read it back. Raises OSError."""
-        with mmap.mmap(-1, 2 * PAGE_BYTES) as memory, memoryview(memory) as view:
-            view[:PAGE_BYTES] = secrets.token_bytes(PAGE_BYTES)
-            with view[:PAGE_BYTES] as written, view[PAGE_BYTES:] as found:
-                count = os.pwritev(self.fd, [written], offset)
-                if count != PAGE_BYTES or os.preadv(self.fd, [found], offset) != PAGE_BYTES or written != found:
-                    raise OSError(errno.EIO, "the bytes read differ from the bytes written")
-
     def sync(self) -> None:
         """Make all finished writes durable. Raises OSError."""
         os.fdatasync(self.fd)
         if not self.is_direct:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def is_linked(self) -> bool:
-        """Return whether `path` still names this file."""
-        with suppress(OSError):
-            return self._has_its_name()
-        return False
 
     def spare_bytes(self) -> int:
         """Return the free space without the margin of `capacity: auto`. Raises OSError."""
@@ -247,17 +226,14 @@ class Arena:
         free_bytes = room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize  # some do not report it
         return max(0, free_bytes + self.length() - margin_of(free_bytes))
 
-    def is_removed(self) -> bool:
-        """Return whether `path` certainly no longer names this file; False on other errors."""
+    def has_its_name(self) -> bool | None:
+        """Return whether `path` still names this file; None if that is unknown."""
         try:
-            return not self._has_its_name()
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:
             return False
-
-    def _has_its_name(self) -> bool:
-        return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
+        except OSError:
+            return None
 
     def close(self) -> None:
         """May be called twice."""
@@ -323,7 +299,7 @@ def write_zeros(fd: int, start: int, end: int, progress: Progress | None = None)
             progress(at, end)
 
 
-def _private(fd: int, path: Path) -> int:
+def private_file(fd: int, path: Path) -> int:
     """Return the descriptor of a private regular file; otherwise close it and raise EnvironmentProblem."""
     try:
         found = os.fstat(fd)

@@ -20,8 +20,8 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,7 +227,7 @@ class BlockIndex:
         Raises sqlite3.Error; nothing has changed then.
         """
         before, has_notes = self._connection.total_changes, self._notes.exists or bool(notes)
-        with _Transaction(self._connection):
+        with _transaction(self._connection):
             for start in range(0, len(inserted), ROWS_PER_STATEMENT):
                 self._insert(inserted[start : start + ROWS_PER_STATEMENT])
             self._notes.insert(notes)
@@ -244,7 +244,7 @@ class BlockIndex:
         """Delete all blocks, or those of one tenant. Durable when it returns. Raises sqlite3.Error."""
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
-            with _Transaction(self._connection):
+            with _transaction(self._connection):
                 if self._notes.exists:
                     self._notes.clear(tenant)
                 if tenant is None:
@@ -258,7 +258,7 @@ class BlockIndex:
 
     def prove(self) -> None:
         """Check that a commit works. Raises sqlite3.Error."""
-        with _Transaction(self._connection):
+        with _transaction(self._connection):
             self._connection.execute("PRAGMA user_version = 1")
 
     def close(self) -> None:
@@ -274,23 +274,12 @@ class BlockIndex:
         self._connection.execute(f"INSERT OR REPLACE INTO blocks VALUES {places}", values)
 
 
-class _Transaction:
-    """A transaction that is rolled back on an exception."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._connection.execute("COMMIT")
-        finally:
-            if self._connection.in_transaction:
-                with suppress(sqlite3.Error):
-                    self._connection.execute("ROLLBACK")
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Run a transaction, which is rolled back on an exception."""
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
 
 
 def is_damage(error: sqlite3.Error) -> bool:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import mmap
-import secrets
 import sqlite3
 import threading
 import time
@@ -23,14 +21,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from kvbm.errors import EnvironmentProblem
-from kvbm.tiers.disk.files import PAGE_BYTES
 from kvbm.tiers.disk.health import Health
 from kvbm.tiers.disk.index import IndexRow, is_damage
-from kvbm.tiers.disk.instance import Instance
-from kvbm.tiers.disk.io.threads import BlockIO, IoRun
+from kvbm.tiers.disk.instance import Instance, prove_arena
+from kvbm.tiers.disk.io.threads import BlockIO
 from kvbm.tiers.disk.known_rates import write_rates
 from kvbm.tiers.disk.notes import Note
 from kvbm.tiers.disk.orders import Forget
@@ -46,20 +41,14 @@ logger = logging.getLogger(__name__)
 class PendingClear:
     """A clear of all blocks, or of one tenant, submitted before it.
 
-    `done` is set when it was tried, after `error`, which is the last failure. `is_durable`: it has succeeded; the index
-    thread then calls `on_durable`.
+    `error` is the last failure. `is_durable`: it has succeeded; the index thread then calls `on_durable`.
     """
 
     def __init__(self, tenant: bytes | None, on_durable: Callable[[], None]) -> None:
         self.tenant = tenant
         self.on_durable = on_durable
-        self.done = threading.Event()
         self.error: str | None = None
         self.is_durable = False
-
-    def positions(self, write: WriteTransfer) -> set[int]:
-        """Return the positions of an earlier write that it forgets."""
-        return {p for p, tenant in enumerate(write.order.tenants) if self.tenant in (None, tenant)}
 
 
 Command = WriteTransfer | Forget | PendingClear
@@ -187,7 +176,6 @@ class IndexThread:
         for command in (*written, *commands):
             if isinstance(command, PendingClear):
                 self._defer_clear(command, why)
-                command.done.set()
             elif isinstance(command, Forget):
                 self._slots_to_delete.update(command.disk_slots)
             elif not command.has_ended and (command in written or command not in self._in_flight):
@@ -197,7 +185,8 @@ class IndexThread:
         self._check_state(has_clears=any(isinstance(command, PendingClear) for command in commands))
         self._touch()
         for transfer in written:
-            if not self._is_intact(transfer):
+            order = transfer.order
+            if not (self._slots_carry is None or self._slots_carry(order.host_slots, order.generations)):
                 transfer.fail("the host slots were reused or lost during the write")
         self._flush(written)
         started, forgotten, clears = self._sort(commands, written)
@@ -217,19 +206,14 @@ class IndexThread:
         self._clear([*self._deferred_clears, *clears])
         self._write_rates()  # last: should it hang, no block waits for it
 
-    def _is_intact(self, write: WriteTransfer) -> bool:
-        """Return whether the host slots still carry the generations of the write."""
-        order = write.order
-        return self._slots_carry is None or self._slots_carry(order.host_slots, order.generations)
-
     def _check_state(self, *, has_clears: bool) -> None:
         """Turn off if the arena was deleted; turn on if no clear is pending, no I/O hangs and a probe succeeds."""
         now = time.monotonic()
         if now >= self._next_check_s and self._instance.index is not None:
             self._next_check_s = now + CHECK_INTERVAL_S
-            if not self._instance.arena.is_linked():
+            if not (has_its_name := self._instance.arena.has_its_name()):
                 self._health.turn_off(f"{self._instance.arena.path} was deleted")
-                self._health.is_removed |= self._instance.arena.is_removed()
+                self._health.is_removed |= has_its_name is False
         if not self._health.is_on and now >= self._next_probe_s:
             if not (has_clears or self._deferred_clears or self._is_any_overdue(now)) and self._probe():
                 self._health.turn_on()
@@ -355,12 +339,10 @@ class IndexThread:
             except sqlite3.Error as error:
                 if not self._index_failed(error):
                     self._defer_clear(clear, str(error))
-                    clear.done.set()
                     continue
             if clear in self._deferred_clears:
                 self._deferred_clears.remove(clear)
             clear.is_durable = True
-            clear.done.set()
             clear.on_durable()
 
     def _defer_clear(self, clear: PendingClear, why: str) -> None:
@@ -372,28 +354,23 @@ class IndexThread:
 
     def _probe(self) -> bool:
         """Return whether the arena stores a page and the index accepts a commit."""
-        shape = self._instance.shape
-        offset = shape.slot_count * shape.slot_bytes
-        pages = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), np.uint8).reshape(2, PAGE_BYTES)
-        pages[0] = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
+        instance = self._instance
         try:
-            self._io.write([IoRun(offset, [pages[0]])])
-            self._instance.arena.sync()
-            self._io.read([IoRun(offset, [pages[1]])])
-            if self._instance.index is not None:
-                self._instance.index.prove()
-                return bool((pages[0] == pages[1]).all()) and self._instance.arena.is_linked()
+            prove_arena(instance.arena, instance.shape, self._io)
+            if instance.index is not None:
+                instance.index.prove()
+                return bool(instance.arena.has_its_name())
         except Exception as error:
             logger.info("the disk tier stays off: %s", error)
             if isinstance(error, sqlite3.Error) and is_damage(error):
                 self._index_failed(error)
             return False
-        return bool((pages[0] == pages[1]).all())
+        return True
 
 
 def _dropped_positions(command: Forget | PendingClear, write: WriteTransfer) -> set[int]:
     """Return the positions of a write that a later command forgets."""
     if isinstance(command, PendingClear):
-        return command.positions(write)
+        return {position for position, owner in enumerate(write.order.tenants) if command.tenant in (None, owner)}
     slots = set(command.disk_slots)
     return {position for position, slot in enumerate(write.order.disk_slots) if slot in slots}

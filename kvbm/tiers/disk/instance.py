@@ -8,8 +8,11 @@ whose creation was interrupted counts as damaged.
 
 from __future__ import annotations
 
+import errno
 import logging
+import mmap
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable
@@ -17,10 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem, TierProblem
 from kvbm.tiers.disk.directory import (
@@ -31,7 +33,7 @@ from kvbm.tiers.disk.directory import (
     InstanceLock,
     claim,
     claim_new,
-    existing_instances,
+    instances_of,
     reclaim_oldest,
     remove_instance,
 )
@@ -51,6 +53,7 @@ from kvbm.tiers.disk.files import (
 )
 from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.index import PRIMARY_CODE, BlockIndex, Recovered, index_files, is_damage
+from kvbm.tiers.disk.io.threads import BlockIO, IoRun, ThreadsIO
 from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.tiers.disk.superblock import Superblock, read_superblock, write_superblock
 
@@ -139,7 +142,9 @@ class Instance:
         home = settings.directory / namespace.digest.hex()
         wanted.with_room(partial(make_private_directory, home))
         unusable_count = 0
-        for path in existing_instances(home, only=only):
+        for path in reversed(instances_of(home)):
+            if only not in (None, path):
+                continue
             try:
                 if (lock := claim(path)) is not None:
                     opened = cls._open_locked(lock, wanted)
@@ -196,13 +201,14 @@ class Instance:
             raise
         return instance
 
-    def renew_index(self) -> None:
+    def renew_index(self) -> BlockIndex:
         """Replace a damaged index by an empty one. Raises sqlite3.Error, OSError or EnvironmentProblem."""
-        assert self.index is not None
-        self.index.close()
+        if self.index is not None:
+            self.index.close()
         _remove(*index_files(self.path / INDEX))
         sync_directory(self.path)
         self.index = _open_index(self.path / INDEX)
+        return self.index
 
     def touch(self) -> None:
         """Record that the instance is in use now."""
@@ -286,12 +292,8 @@ class Instance:
         except OSError as error:
             raise problem(f"cannot open {path}", error) from error
         self.losses.damaged_indexes += 1
-        if self.index is not None:
-            self.index.close()
-        _remove(*index_files(path))
         try:
-            self.index = _open_index(path)
-            return self.index.load(self.shape.hash_bytes)
+            return self.renew_index().load(self.shape.hash_bytes)
         except sqlite3.Error as error:
             raise _index_problem(f"cannot create {path}", error) from error
         except OSError as error:
@@ -300,7 +302,7 @@ class Instance:
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
         """Raise sqlite3.Error."""
         assert self.index is not None
-        if _has_equals(found.slots):
+        if len(np.unique(found.slots)) < len(found.slots):
             raise sqlite3.DatabaseError("two rows have one slot")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
         fits &= (found.generations >= 0) & (found.generations <= MAX_GENERATION)
@@ -340,12 +342,6 @@ def _shape(arena: Arena, wanted: _NewInstance, former: Superblock | None = None)
     return Shape(wanted.payload_bytes, wanted.hash_bytes, slot_bytes, slot_count)
 
 
-def _has_equals(numbers: NDArray[Any]) -> bool:
-    if np.all(numbers[1:] > numbers[:-1]):
-        return False
-    return bool(np.any(np.diff(np.sort(numbers)) == 0))
-
-
 def _older_of_a_hash(found: Recovered) -> list[int]:
     """Return the positions of rows whose hash also has a row of a later generation.
 
@@ -376,12 +372,24 @@ def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
             arena.use_direct_io(settings.allocator)
         else:
             arena.use_page_cache()
-        arena.prove(shape.arena_bytes - PROBE_BYTES)
+        prove_arena(arena, shape, ThreadsIO(arena.fd, is_direct=arena.is_direct))
     except OSError as error:
         what = f"cannot write and read {arena.path}{' with O_DIRECT' if settings.o_direct else ''}"
         why = problem(what, error, hint="set `tiers.disk.o_direct: false`" if settings.o_direct else None)
         is_setting = settings.o_direct and error.errno in UNSUPPORTED
         raise (EnvironmentProblem(why.message, hint=why.hint) if is_setting else why) from error
+
+
+def prove_arena(arena: Arena, shape: Shape, io: BlockIO) -> None:
+    """Write a page behind the last slot, and read it back. Raises OSError."""
+    pages = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), np.uint8).reshape(2, PAGE_BYTES)
+    pages[0] = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
+    offset = shape.slot_count * shape.slot_bytes
+    io.write([IoRun(offset, [pages[0]])])
+    arena.sync()
+    io.read([IoRun(offset, [pages[1]])])
+    if not np.array_equal(*pages):
+        raise OSError(errno.EIO, "the bytes read differ from the bytes written")
 
 
 def _open_index(path: Path) -> BlockIndex:

@@ -128,16 +128,16 @@ LOST_IO = 4  # exit code when some I/O ends only with the process
 
 
 class Open(NamedTuple):
-    """The first message. `cores`: allowed for the disk's threads. `instance`: this one or a new one. `device`: number
-    of the file system that the directory must be on, if not 0."""
+    """The first message. `cores`: allowed for the disk's threads. `instance`: this one, or a new one if that is not
+    free. `device`: number of the file system that the directory must be on, if not 0."""
 
     settings: DiskSettings
     namespace: Namespace
     segments: Sequence[SegmentInfo]
     hash_bytes: int
     cores: frozenset[int]
-    instance: Path | None
-    device: int
+    instance: Path | None = None
+    device: int = 0
 
 
 class Recover(NamedTuple):
@@ -170,4 +170,6 @@ class Opened(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """All clears that were sent are durable."""
+    """So many clears, those that were sent first, are durable."""
+
+    clears: int

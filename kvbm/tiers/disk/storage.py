@@ -109,12 +109,8 @@ class DiskStorage:
             raise
 
     @property
-    def is_on(self) -> bool:
-        """False after repeated errors or while I/O hangs; every ticket then fails at once."""
-        return self.health.is_on
-
-    @property
     def off_because(self) -> str | None:
+        """Set after repeated errors or while I/O hangs; every ticket then fails at once."""
         return self.health.off_because
 
     def reads_stuck_since(self) -> float | None:
@@ -151,8 +147,7 @@ class DiskStorage:
     def forget(self, disk_slots: Sequence[int]) -> None:
         """Delete blocks soon, in order of submission with writes. While the disk is off, the request is kept."""
         _require_below(self.slot_count, "disk", disk_slots)
-        if disk_slots:
-            self._index_thread.submit(Forget(tuple(disk_slots)))
+        self._index_thread.submit(Forget(tuple(disk_slots)))
 
     def earlier_rates(self) -> KnownRates | None:
         """Read the rates of an earlier engine. Blocks."""
@@ -164,16 +159,15 @@ class DiskStorage:
         self._index_thread.keep_rates(known)
 
     def begin_clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> PendingClear:
-        """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.
+        """Start to delete all blocks, or those of one tenant, also those of writes in flight. A write whose rows were
+        inserted before may still end as good.
 
         If that fails, the tier is off, and retries until it succeeds. `ends_persistence`: blocks that are written later
         get no row in the index, so that no later start finds them.
         """
         if ends_persistence:
             self._index_thread.end_persistence()
-        clear = PendingClear(tenant, self._notify)
-        for transfer in set(self._writers.values()):
-            transfer.cleared |= clear.positions(transfer)
+        clear = PendingClear(tenant, lambda: self.on_result())
         self._index_thread.submit(clear)
         return clear
 
@@ -227,9 +221,6 @@ class DiskStorage:
 
     def _end(self, transfer: Transfer) -> None:
         self._finished.append(transfer)
-        self._notify()
-
-    def _notify(self) -> None:
         self.on_result()
 
     def _check_for_stall(self) -> None:
@@ -283,8 +274,7 @@ def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) ->
 
 
 def _result_of(transfer: Transfer) -> DiskResult:
-    cleared = transfer.cleared if isinstance(transfer, WriteTransfer) else ()
-    is_good = tuple(good == 1 and position not in cleared for position, good in enumerate(transfer.is_good))
+    is_good = tuple(map(bool, transfer.is_good))
     damaged = tuple(position for position, bad in enumerate(transfer.is_damaged) if bad)
     return DiskResult(transfer.order.ticket, is_good, transfer.error, damaged)
 

@@ -438,8 +438,11 @@ class DiskTier(OwnedTier, HostListener):
             write.target.release()
             return
         self._departing.difference_update(hashes)
-        owners = self.labels.tenants_of(write.target.slots)
-        failed_count = sum(not good and one not in write.cleared for one, good in zip(owners, is_good, strict=True))
+        failed_count = is_good.count(False)
+        if write.cleared:
+            owners = self.labels.tenants_of(write.target.slots)
+            failed_count = sum(not good and one not in write.cleared for one, good in zip(owners, is_good, strict=True))
+            is_good = [good and one not in write.cleared for one, good in zip(owners, is_good, strict=True)]
         written, failed = write.target.split(is_good)
         failed.release()
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
@@ -464,7 +467,7 @@ class DiskTier(OwnedTier, HostListener):
             self._counters.disk.read_failed_blocks += failed - len(result.damaged)
         if result.damaged and not fetch.is_void:
             self.store.forget([source.hashes[index] for index in result.damaged])
-            self.disk.forget([source.slots[index] for index in result.damaged])
+            self.disk.process.forget([source.slots[index] for index in result.damaged])
         source.release()
         if arrived := self.reads.arrive(fetch, is_good):
             self._counters.disk.fetched_blocks += arrived

@@ -53,19 +53,16 @@ class Transfer:
 
 
 class WriteTransfer(Transfer):
-    """A write. `dropped` and `cleared` are positions of blocks that were forgotten after its submission.
+    """A write. `dropped` are positions of blocks that were forgotten after its submission. The index thread owns them
+    and `has_ended`."""
 
-    The index thread owns `dropped` and `has_ended`; the storage's owner owns `cleared`.
-    """
-
-    __slots__ = ("cleared", "dropped", "has_ended")
+    __slots__ = ("dropped", "has_ended")
 
     order: Write
 
     def __init__(self, order: Write) -> None:
         super().__init__(order, [0] * len(order.hashes))
         self.dropped: set[int] = set()
-        self.cleared: set[int] = set()
         self.has_ended = False
 
 

@@ -103,6 +103,11 @@ Order = Get | Put | Probe
 Result = ObjectResult | ProbeResult
 
 
+def failed(order: Order, why: str) -> Result:
+    """Return the result of an order of which nothing is known."""
+    return ProbeResult(order.ticket, None) if isinstance(order, Probe) else ObjectResult.failed(order, why)
+
+
 class OpenStore(NamedTuple):
     """The first message. `digest` names the blocks, and `namespace` also the secret; 16 bytes each. `facts` describe
     them to people. `cores`: allowed for the threads."""

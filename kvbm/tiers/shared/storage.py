@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from kvbm.tiers.shared.breaker import Breaker, WritePause
 from kvbm.tiers.shared.geometry import Arrival, ExtentGeometry
 from kvbm.tiers.shared.keys import KeySpace
 from kvbm.tiers.shared.object_store import ObjectStore
-from kvbm.tiers.shared.orders import Get, ObjectResult, Order, Outcome, Probe, ProbeResult, Put, Result
+from kvbm.tiers.shared.orders import Get, ObjectResult, Order, Outcome, Probe, ProbeResult, Put, Result, failed
 from kvbm.tiers.shared.presence import DIGEST, digest_of
 from kvbm.tiers.shared.settings import SharedSettings
 
@@ -78,9 +79,7 @@ class SharedStorage:
         # Shared by all threads under the lock of `_has_order`. Only threads that take orders wait for it, because an
         # order wakes only one. `_running` has the start time of each call.
         self._has_order = threading.Condition()
-        self._probes: deque[Order] = deque()
-        self._reads: deque[Order] = deque()
-        self._writes: deque[Order] = deque()
+        self._queues: dict[type[Order], deque[Order]] = {Probe: deque(), Get: deque(), Put: deque()}
         self._running: dict[int, tuple[float, bool]] = {}
         self._reading: dict[int, str] = {}  # an object of each call that reads, oldest first
         self._last_read: str | None = None
@@ -103,14 +102,13 @@ class SharedStorage:
 
     def submit(self, order: Order) -> None:
         if not self._breaker.is_closed:
-            self._end(_failed(order, f"off: {self._breaker.why}"))
+            self._end(failed(order, f"off: {self._breaker.why}"))
             return
         if isinstance(order, Put) and not self._write_pause.is_over:
-            self._end(_failed(order, "writes are paused, because earlier ones failed"))
+            self._end(failed(order, "writes are paused, because earlier ones failed"))
             return
         with self._has_order:
-            queue = self._reads if isinstance(order, Get) else self._writes if isinstance(order, Put) else self._probes
-            queue.append(order)
+            self._queues[type(order)].append(order)
             self._has_order.notify()
 
     def poll(self) -> list[Result]:
@@ -149,7 +147,7 @@ class SharedStorage:
 
     def _has_work(self) -> bool:
         with self._has_order:
-            return bool(self._writes or self._running)
+            return bool(self._queues[Put] or self._running)
 
     def _start(self, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name="kvbm-shared", daemon=True)
@@ -162,11 +160,11 @@ class SharedStorage:
 
     def _fail_waiting(self, why: str) -> None:
         with self._has_order:
-            orders = [*self._probes, *self._reads, *self._writes]
-            for queue in (self._probes, self._reads, self._writes):
+            orders = list(chain.from_iterable(self._queues.values()))
+            for queue in self._queues.values():
                 queue.clear()
         for order in orders:
-            self._end(_failed(order, why))
+            self._end(failed(order, why))
 
     def _work(self) -> None:
         os.sched_setaffinity(0, self._cores)  # applies to this thread only
@@ -176,7 +174,7 @@ class SharedStorage:
                 results = self._run(orders)
             except BaseException as error:  # the tickets must end in any case
                 log.exception("kvbm: an order of the shared tier failed")
-                results = [_failed(order, str(error) or type(error).__name__) for order in orders]
+                results = [failed(order, str(error) or type(error).__name__) for order in orders]
             with self._has_order:
                 del self._running[me]  # this thread takes the next order, so that no other one need wake
             for result in results:
@@ -197,11 +195,11 @@ class SharedStorage:
 
     def _next_orders(self) -> list[Order]:
         """Return the orders that run next, if there are any. Call under the lock."""
-        if self._probes:
-            return [self._probes.popleft()]
-        queue = self._reads
+        if self._queues[Probe]:
+            return [self._queues[Probe].popleft()]
+        queue = self._queues[Get]
         if not queue and sum(is_write for _, is_write in self._running.values()) < self.store.write_threads:
-            queue = self._writes
+            queue = self._queues[Put]
         return [queue.popleft() for _ in range(min(self.store.batch_objects, len(queue)))]
 
     def _run(self, orders: Sequence[Order]) -> list[Result]:
@@ -358,7 +356,3 @@ def _positions(low: int, high: int, *, is_first: bool) -> list[int]:
         return sorted({min((1 << power) - 1, high - 1) for power in range(count + 1)})
     step = max(1, (high - low) // (PROBED_AT_ONCE + 1))
     return list(range(low + step - 1 if step > 1 else low, high, step))[:PROBED_AT_ONCE]
-
-
-def _failed(order: Order, why: str) -> Result:
-    return ProbeResult(order.ticket, None) if isinstance(order, Probe) else ObjectResult.failed(order, why)

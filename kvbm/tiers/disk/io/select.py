@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -55,9 +55,7 @@ NOT_MOVED = "NIXL could not move the bytes"
 GPU = Path("/dev/nvidiactl")
 MODULES = Path("/proc/modules")  # without it, the GPUDirect Storage driver hangs in a search for its module
 
-Trial = Callable[[Path, str], str | None]  # (directory, queue); returns the problem or None
 Rates = tuple[float, float]  # bytes per second of threads and of NIXL
-IoBenchmark = Callable[[Path, str, int], Rates | str]  # (directory, queue, block bytes); the text is what failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,57 +65,26 @@ class Choice:
     queue: str | None
     reason: str
 
-    @property
-    def name(self) -> str:
-        return "threads" if self.queue is None else GDS if self.queue == GDS else "nixl"
+
+def open_io(wanted: str, fd: int, *, path: Path, shards: Sequence[Buffer], is_direct: bool) -> BlockIO:
+    """Return the BlockIO of the arena `path`, open as `fd`, for buffers in `shards`; log which one. `wanted` is not
+    `threads`. Raises EnvironmentProblem."""
+    choice = choose_io(wanted, path.parent, block_bytes=shards[0].shape[-1], o_direct=is_direct)
+    queue = choice.queue
+    io: BlockIO = ThreadsIO(fd, is_direct=is_direct) if queue is None else NixlIO(fd, shards, queue=queue)
+    log.info("`tiers.disk.io: %s` uses %s: %s", wanted, io.name, choice.reason)
+    return io
 
 
-def open_io(
-    wanted: str,
-    fd: int,
-    *,
-    path: Path,
-    shards: Sequence[Buffer],
-    is_direct: bool,
-    trial: Trial | None = None,
-    benchmark: IoBenchmark | None = None,
-) -> BlockIO:
-    """Return the BlockIO of the arena `path`, open as `fd`, for buffers in `shards`. Raises EnvironmentProblem."""
-    block_bytes = shards[0].shape[-1]
-    choice = choose_io(
-        wanted, path.parent, block_bytes=block_bytes, o_direct=is_direct, trial=trial, benchmark=benchmark
-    )
-    return ThreadsIO(fd, is_direct=is_direct) if choice.queue is None else NixlIO(fd, shards, queue=choice.queue)
-
-
-def choose_io(
-    wanted: str,
-    directory: Path,
-    *,
-    block_bytes: int,
-    o_direct: bool,
-    trial: Trial | None = None,
-    benchmark: IoBenchmark | None = None,
-) -> Choice:
-    """Choose and log. `block_bytes` of one rank. Raises EnvironmentProblem if `nixl` or `gds` is set and fails."""
-    choice = _choose(wanted, directory, block_bytes, o_direct, trial or try_nixl, benchmark or benchmark_nixl)
-    if wanted != "threads":
-        log.info("`tiers.disk.io: %s` uses %s: %s", wanted, choice.name, choice.reason)
-    return choice
-
-
-def _choose(
-    wanted: str, directory: Path, block_bytes: int, o_direct: bool, trial: Trial, benchmark: IoBenchmark
-) -> Choice:
-    if wanted == "threads":
-        return Choice(None, "configured")
+def choose_io(wanted: str, directory: Path, *, block_bytes: int, o_direct: bool) -> Choice:
+    """Choose for blocks of `block_bytes` of one rank. Raises EnvironmentProblem if `nixl` or `gds` is set and fails."""
     if wanted == "auto" and not o_direct:
         return Choice(None, "without O_DIRECT, threads copy in parallel and NIXL does not")
     complaints: list[str] = []
     for queue in (GDS,) if wanted == GDS else QUEUES:
-        complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)
+        complaint = (why_no_gds() if queue == GDS else None) or try_nixl(directory, queue)
         if complaint is None and wanted == "auto":
-            return _faster(queue, benchmark(directory, queue, block_bytes))
+            return _faster(queue, benchmark_nixl(directory, queue, block_bytes))
         if complaint is None:
             return Choice(queue, "; ".join([f"the test of {queue} passed", *complaints]))
         complaints.append(f"{queue}: {complaint}")

@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.child import deadlines
-from kvbm.child.first_opening import FirstOpening
 from kvbm.child.service import ChildService
 from kvbm.child.service_process import ServiceProcess
 from kvbm.errors import EnvironmentProblem
@@ -68,41 +67,16 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
 
     def __init__(self, progress: Callable[[int, int], None] | None = None) -> None:
         """`progress(done_bytes, total_bytes)` is called while space is allocated."""
-        super().__init__(DiskStorageCounters())
+        super().__init__(DiskStorageCounters(), DiskResult.failed)
         self.slot_count = self.device = 0  # `device`: number of the file system
         self.io_name = ""
         self.path = Path()
-        self.home: Path | None = None  # directory of the namespace, if the cache is persistent
         self.earlier_rates: KnownRates | None = None  # of an engine of this namespace, as of the opening
         self._progress = progress
         self._wear: WearMeter | None = None
-        self._cleared: dict[int, set[int]] = {}  # ticket of a write in flight -> positions cleared since
         self._unanswered_clears = 0
         self._found: deque[FoundBlocks] = deque()
         self._has_all_found = self._is_recover_pending = False
-
-    @classmethod
-    def open(
-        cls,
-        settings: DiskSettings,
-        namespace: Namespace,
-        segments: Sequence[SegmentInfo],
-        *,
-        hash_bytes: int,
-        progress: Callable[[int, int], None] | None = None,
-        instance: Path | None = None,
-        device: int = 0,
-        first: FirstOpening | None = None,
-        is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> DiskClient:
-        """Start a process and open its storage, see `start`. `instance`: this one, or a new one if that is not free.
-        `device`: number of the file system, if it must be this one."""
-        client = cls(progress)
-        cores = frozenset(allowed_cores())
-        order = Open(settings, namespace, tuple(segments), hash_bytes, cores, instance, device)
-        client.start(order, settings.directory, first, is_cancelled)
-        client.home = client.path.parent if settings.persist else None
-        return client
 
     @property
     def is_on(self) -> bool:
@@ -144,7 +118,8 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
         self._send(known)
 
     def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
-        """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.
+        """Start to delete all blocks, or those of one tenant, also those of writes in flight, which may still end as
+        good.
 
         The disk is off until that is durable. `ends_persistence`: nothing that is written later survives this engine.
         """
@@ -152,23 +127,12 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
         self._unanswered_clears += 1
         self._found.clear()
         self._has_all_found = True
-        for ticket, order in self._in_flight.items():
-            if isinstance(order, Write):
-                cleared = {position for position, owner in enumerate(order.tenants) if tenant in (None, owner)}
-                self._cleared.setdefault(ticket, set()).update(cleared)
         self._send(Clear(tenant, ends_persistence))
 
     @property
     def is_clearing(self) -> bool:
         """Whether a clear is not durable yet."""
         return self._unanswered_clears > 0
-
-    def poll(self) -> list[DiskResult]:
-        results = super().poll()
-        return [self._without_cleared(result) for result in results] if self._cleared else results
-
-    def _failed(self, order: Read | Write, why: str) -> DiskResult:
-        return DiskResult.failed(order, why)
 
     def _handle(self, message: object) -> None:
         match message:
@@ -179,7 +143,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
                 self.path, self.slot_count, self.io_name, self.counters, self.device, self.earlier_rates = message
                 self._wear, self._is_open = WearMeter(self.path), True
             case Cleared():
-                self._unanswered_clears = 0
+                self._unanswered_clears -= message.clears
             case FoundBlocks():
                 self._is_recover_pending = False
                 if not self._has_all_found:
@@ -198,12 +162,6 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
         self.counters.times_off += 1
         log.error("kvbm: the disk tier is off: its process %d has exited", self.pid)
         super()._handle_loss()
-
-    def _without_cleared(self, result: DiskResult) -> DiskResult:
-        """Mark the blocks of a write that were cleared before its result was returned."""
-        cleared = self._cleared.pop(result.ticket, set())
-        is_good = tuple(good and position not in cleared for position, good in enumerate(result.is_good))
-        return replace(result, is_good=is_good)
 
 
 class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskStorageCounters]):
@@ -245,9 +203,6 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskStorageCounters]
         """Return the next batch of blocks that the process found at opening; None while there is none."""
         return None if self._is_lost else self.process.recovered(waits=waits)
 
-    def forget(self, disk_slots: Sequence[int]) -> None:
-        self.process.forget(disk_slots)
-
     def begin_clear(self, tenant: bytes | None = None) -> None:
         """Start to delete all blocks, or those of one tenant. The disk is off until that is durable, which `poll`
         follows. If it cannot be known to be, as when the process ends meanwhile, all are deleted."""
@@ -288,14 +243,14 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskStorageCounters]
                 f"the disk cache {path} is not cleared durably: another process uses it", hint=f"remove {path}"
             )
         if self._uncleared is not None:
-            if ends_persistence and self.process.home is not None:
+            if ends_persistence and self._named.result()[0].persist:
                 _invalidate(path)
             why = self.process.off_because or f"no answer in {timeout_s:g} s"
             raise EnvironmentProblem(f"the disk cache {path} is not cleared durably yet: {why}")
 
     def close(self, timeout_s: float) -> None:
         super().close(timeout_s)
-        if self._uncleared is not None and self.process.home is not None:
+        if self._uncleared is not None and self._named.result()[0].persist:
             _clear_closed(self._uncleared)
 
     def _advance(self) -> None:
@@ -330,17 +285,11 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskStorageCounters]
     def _open_next(self) -> DiskClient:
         settings, namespace = self._named.result()
         _require_there(self._segments)
-        opened = DiskClient.open(
-            replace(settings, io="threads") if self._uses_threads else settings,
-            namespace,
-            self._segments,
-            hash_bytes=self._hash_bytes,
-            instance=self._path if settings.persist else None,
-            device=self._device,
-            progress=None if self._device else self._progress,
-            first=self._first,
-            is_cancelled=self._is_closing.is_set,
-        )
+        settings = replace(settings, io="threads") if self._uses_threads else settings
+        instance, cores = self._path if settings.persist else None, frozenset(allowed_cores())
+        order = Open(settings, namespace, tuple(self._segments), self._hash_bytes, cores, instance, self._device)
+        opened = DiskClient(None if self._device else self._progress)
+        opened.start(order, settings.directory, self._first, self._is_closing.is_set)
         if opened.slot_count != (self.slot_count or opened.slot_count):
             opened.close(0)
             raise EnvironmentProblem(f"{opened.path} has {opened.slot_count} slots, not {self.slot_count}")

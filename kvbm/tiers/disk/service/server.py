@@ -72,8 +72,8 @@ class DiskServer(StorageServer[DiskStorage]):
 
     def _report_more(self) -> None:
         if self._clears and all(clear.is_durable for clear in self._clears):
+            self._channel.send(Cleared(len(self._clears)))
             self._clears.clear()
-            self._channel.send(Cleared())
 
     def _exit(self, code: int) -> None:
         send_all(self._channel)

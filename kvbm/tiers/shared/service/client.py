@@ -20,13 +20,11 @@ from kvbm.tiers.shared.orders import (
     Get,
     Listing,
     ListingTaken,
-    ObjectResult,
     OpenStore,
     Order,
-    Probe,
-    ProbeResult,
     Result,
     StoreOpened,
+    failed,
 )
 from kvbm.tiers.shared.protection import protection_of
 from kvbm.tiers.shared.settings import SharedSettings
@@ -52,7 +50,7 @@ class SharedProcess(ServiceProcess[Order, Result, SharedStorageCounters]):
     tier, module = "shared", "kvbm.tiers.shared.service.server"
 
     def __init__(self) -> None:
-        super().__init__(SharedStorageCounters())
+        super().__init__(SharedStorageCounters(), failed)
         self.opened = StoreOpened("", 0, 0)
         self._reads: set[int] = set()  # tickets in flight
         self._listings: list[Listing] = []
@@ -81,9 +79,6 @@ class SharedProcess(ServiceProcess[Order, Result, SharedStorageCounters]):
 
     def _progressed_s(self) -> float:
         return min(self._heard_s, self._moved_s) if self._reads else self._heard_s
-
-    def _failed(self, order: Order, why: str) -> Result:
-        return ProbeResult(order.ticket, None) if isinstance(order, Probe) else ObjectResult.failed(order, why)
 
     def _handle(self, message: object) -> None:
         match message:

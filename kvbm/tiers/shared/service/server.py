@@ -49,11 +49,10 @@ class SharedServer(StorageServer[SharedStorage]):
                 self._submit(message)
 
     def _report_more(self) -> None:
-        if not self._is_listing_on_its_way and (listing := self._storage.take_listing()) is not None:
-            self._is_listing_on_its_way = True
-            self._send_listing(*listing)
-
-    def _send_listing(self, began_s: float, digests: bytes) -> None:
+        if self._is_listing_on_its_way or (listing := self._storage.take_listing()) is None:
+            return
+        self._is_listing_on_its_way = True
+        began_s, digests = listing
         step = LISTED_AT_ONCE * DIGEST.itemsize
         starts = range(0, max(1, len(digests)), step)
         for start in starts:

@@ -286,7 +286,11 @@ def _describe(path: Path, key: str, facts: bytes) -> bool:
     OSError."""
     with Tree.open(path) as root:
         root.make_directories(key.rpartition("/")[0])
-        if not _is_regular(root, key):
+        try:
+            is_there = stat.S_ISREG(root.about(key).st_mode)
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
             write_file(root, key, [facts], creates=False)
         holder, name = root.parent(key)
         with holder:
@@ -306,11 +310,3 @@ def _reason(error: OSError) -> str:
     name = error.filename
     is_below = isinstance(name, str) and not name.startswith(("/", "."))
     return f"`{name}`: {error.strerror}" if is_below else str(error.strerror)
-
-
-def _is_regular(root: Tree, key: str) -> bool:
-    """May raise OSError."""
-    try:
-        return stat.S_ISREG(root.about(key).st_mode)
-    except FileNotFoundError:
-        return False

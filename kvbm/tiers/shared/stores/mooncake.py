@@ -97,11 +97,32 @@ class MooncakeStore:
 
     def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
         with self._calling:
-            return self._get(objects)
+            all_parts = self._in_reach([one.buffers for one in objects])
+            sizes = self._pool.batch_get_into_multi_buffers(
+                [self._prefix + one.key for one in objects],
+                [parts.addresses for parts in all_parts],
+                [parts.sizes for parts in all_parts],
+            )
+            answers = []
+            for one, parts, size in zip(objects, all_parts, sizes, strict=True):
+                if size == one.length:
+                    for buffer, copy in parts.copies:
+                        buffer[:] = copy
+                answers.append(StoreAnswer(Outcome.GOOD) if size == one.length else self._without(one, size))
+            return answers
 
     def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
         with self._calling:
-            return self._put(objects)
+            all_parts = self._in_reach([one.buffers for one in objects], is_write=True)
+            for one in objects:
+                if one.replaces:
+                    self._pool.remove(self._prefix + one.key, True)
+            codes = self._pool.batch_put_from_multi_buffers(
+                [self._prefix + one.key for one in objects],
+                [parts.addresses for parts in all_parts],
+                [parts.sizes for parts in all_parts],
+            )
+        return [StoreAnswer(Outcome.GOOD) if code == 0 else _failed(code) for code in codes]
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
         with self._calling:
@@ -127,33 +148,6 @@ class MooncakeStore:
     def close(self) -> None:
         if self._calling.acquire(blocking=False):  # else a call hangs: the process ends with it
             self._pool.close()
-
-    def _get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
-        all_parts = self._in_reach([one.buffers for one in objects])
-        sizes = self._pool.batch_get_into_multi_buffers(
-            [self._prefix + one.key for one in objects],
-            [parts.addresses for parts in all_parts],
-            [parts.sizes for parts in all_parts],
-        )
-        answers = []
-        for one, parts, size in zip(objects, all_parts, sizes, strict=True):
-            if size == one.length:
-                for buffer, copy in parts.copies:
-                    buffer[:] = copy
-            answers.append(StoreAnswer(Outcome.GOOD) if size == one.length else self._without(one, size))
-        return answers
-
-    def _put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
-        all_parts = self._in_reach([one.buffers for one in objects], is_write=True)
-        for one in objects:
-            if one.replaces:
-                self._pool.remove(self._prefix + one.key, True)
-        codes = self._pool.batch_put_from_multi_buffers(
-            [self._prefix + one.key for one in objects],
-            [parts.addresses for parts in all_parts],
-            [parts.sizes for parts in all_parts],
-        )
-        return [StoreAnswer(Outcome.GOOD) if code == 0 else _failed(code) for code in codes]
 
     def _without(self, one: Incoming, code: int) -> StoreAnswer:
         """Return why an object was not read. The library has one code for a short object and for a dead owner."""

@@ -175,7 +175,7 @@ class NodeCopies:
             return copied
         if time.monotonic() < self._keeping_from_s or one.length > MOST_BYTES // PURGES:
             return None
-        now, part = time.monotonic(), _part(name)
+        now, part = time.monotonic(), name + PART
         is_patient = not one.is_fresh and now >= self._patient_from_s
         while (descriptor := self._lock_part(part)) is None:
             if (copied := self._copied(one, name)) is not None or not is_patient:
@@ -202,7 +202,6 @@ class NodeCopies:
         """Give up what `_locked` returned."""
         if descriptor is not None:
             _discard(self._copies, part, descriptor)
-            os.close(descriptor)
 
     def _copied(self, one: Incoming, name: str) -> StoreAnswer | None:
         """Return the answer from a copy; None without one that can be used. Raises TimeoutError."""
@@ -234,10 +233,10 @@ class NodeCopies:
         try:
             answer = self._fetch(replace(one, buffers=buffers, filled=None if has_gaps else one.filled))
         except BaseException:
-            self._calls.begin(self._drop, _part(name), descriptor)
+            self._calls.begin(self._drop, name + PART, descriptor)
             raise
         if answer.outcome is not Outcome.GOOD:
-            self._calls.begin(self._drop, _part(name), descriptor)
+            self._calls.begin(self._drop, name + PART, descriptor)
             return answer
         if has_gaps:
             scatter(buffers, one)
@@ -262,12 +261,11 @@ class NodeCopies:
             os.utime(descriptor, (time.time(), time.time() - age_s))
             if is_late.is_set():
                 raise TimeoutError("the buffers may have changed while they were written")
-            os.rename(_part(name), name, src_dir_fd=home, dst_dir_fd=home)
-        except OSError:
-            _discard(self._copies, _part(name), descriptor)
+            os.rename(name + PART, name, src_dir_fd=home, dst_dir_fd=home)
+        except BaseException:
+            _discard(self._copies, name + PART, descriptor)
             raise
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
 
     def _name(self, key: str) -> str:
         return hashlib.sha256(f"{self._url}\0{key}".encode()).hexdigest()[:32]
@@ -326,10 +324,6 @@ class NodeCopies:
                 _remove(self._copies, name)
 
 
-def _part(name: str) -> str:
-    return name + PART
-
-
 def _locked(home: Tree, name: str) -> int | None:
     """Create or open a file and lock it; None if another process has locked it. Raises OSError."""
     descriptor = home.open_file(name, os.O_RDWR | os.O_CREAT)
@@ -337,7 +331,7 @@ def _locked(home: Tree, name: str) -> int | None:
         if os.fstat(descriptor).st_nlink > 1:
             raise PermissionError(f"{name} is also the name of another file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(home, name, descriptor):
+        if home.has_at(name, descriptor):
             return descriptor
     except BlockingIOError:
         pass
@@ -348,19 +342,12 @@ def _locked(home: Tree, name: str) -> int | None:
     return None
 
 
-def _is_at(home: Tree, name: str, descriptor: int) -> bool:
-    """Whether the open file has this name: its last holder may have removed or renamed it."""
-    try:
-        return os.path.samestat(home.about(name), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _discard(home: Tree, part: str, descriptor: int) -> None:
-    """Remove the file of a locked descriptor, so that another engine may begin."""
+    """Remove the file of a locked descriptor, so that another engine may begin. *Consumes* the descriptor."""
     with suppress(OSError):
-        if _is_at(home, part, descriptor):
+        if home.has_at(part, descriptor):
             home.unlink_file(part)
+    os.close(descriptor)
 
 
 def _remove(home: Tree, name: str) -> None:
@@ -369,17 +356,12 @@ def _remove(home: Tree, name: str) -> None:
         home.unlink_file(name)
     elif (descriptor := _locked(home, name)) is not None:
         _discard(home, name, descriptor)
-        os.close(descriptor)
 
 
 def _is_alive(home: Tree, member: str) -> bool:
     """Whether the engine of this file lives. Removes the file if it does not."""
-    try:
-        descriptor = _locked(home, member)
-        if descriptor is None:
+    with suppress(OSError):
+        if (descriptor := _locked(home, member)) is None:
             return True
         _discard(home, member, descriptor)
-        os.close(descriptor)
-    except OSError:
-        return False
     return False

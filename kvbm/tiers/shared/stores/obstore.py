@@ -103,20 +103,16 @@ class ObstoreStore(TimedStore):
         self._probing.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, one: Incoming) -> StoreAnswer:
-        try:
-            return self._request(one)
-        except FileNotFoundError:
-            return StoreAnswer(Outcome.ABSENT)
-
-    def _request(self, one: Incoming) -> StoreAnswer:
-        """Receive an object. Raises FileNotFoundError and OSError."""
         import obstore
 
-        with translated():
-            found = obstore.get(self._store, one.key)
-            if (wrong := wrong_length(int(found.meta["size"]), one)) is not None:
-                return wrong
-            received = scatter(found.stream(min_chunk_size=CHUNK_BYTES), one)
+        try:
+            with translated():
+                found = obstore.get(self._store, one.key)
+                if (wrong := wrong_length(int(found.meta["size"]), one)) is not None:
+                    return wrong
+                received = scatter(found.stream(min_chunk_size=CHUNK_BYTES), one)
+        except FileNotFoundError:
+            return StoreAnswer(Outcome.ABSENT)
         if (wrong := wrong_length(received, one)) is not None:
             return wrong
         age_s = (datetime.now(UTC) - found.meta["last_modified"]).total_seconds()
