@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import io
 import itertools
 import json
@@ -36,18 +35,14 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvbm.engines.embedded.http.body_room import BodyRoom
 from kvbm.engines.embedded.http.connections import front, listen
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
-from kvbm_cli.disaggregated.body_process import BodyProcesses
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
 from kvbm_cli.disaggregated.handover import Handover
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 32 * 2**20
-MAX_BODIES_BYTES = 256 * 2**20  # of all clients; engines get each up to twice, with three bytes for one
-LONG_BODY_BYTES = 64 * 2**10  # above, a separate process parses it
 MAX_ANSWER_BYTES = 16 * 2**20  # of a prefill engine, which generates one token
 SHUTDOWN_TIMEOUT_S = 60.0
 BODY_TIMEOUT_S = 60.0
@@ -89,21 +84,14 @@ class Engines:
     prefill: Iterator[str]
     decode: Iterator[str]
     session: aiohttp.ClientSession = field(repr=False)
-    bodies: BodyProcesses
-    room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
     ending: set[asyncio.Task[None]] = field(default_factory=set)  # handovers, also after their clients have left
 
     async def post(self, url: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
         return await self.session.post(url, data=io.BytesIO(body), headers=headers, allow_redirects=False)
 
-    def end(self, handover: Handover, held: contextlib.ExitStack) -> None:
-        """End a handover in the background, and give `held` back then."""
-
-        async def ended() -> None:
-            with held:
-                await handover.end()
-
-        task = asyncio.create_task(ended())
+    def end(self, handover: Handover) -> None:
+        """End a handover in the background."""
+        task = asyncio.create_task(handover.end())
         self.ending.add(task)
         task.add_done_callback(self.ending.discard)
 
@@ -127,16 +115,12 @@ def make_app(prefill: list[str], decode: list[str]) -> web.Application:
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={hdrs.ACCEPT_ENCODING: "identity"},
         )
-        bodies = BodyProcesses()
-        try:
-            async with session:
-                app[ENGINES] = Engines(itertools.cycle(prefill), itertools.cycle(decode), session, bodies)
-                yield
-                await app[ENGINES].close()
-        finally:
-            bodies.close()
+        async with session:
+            app[ENGINES] = Engines(itertools.cycle(prefill), itertools.cycle(decode), session)
+            yield
+            await app[ENGINES].close()
 
-    app = web.Application(middlewares=[_answer_for_problems])
+    app = web.Application(middlewares=[_answer_for_problems], client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(open_session)
     app.router.add_get("/health", _health)
     app.router.add_get("/v1/models", _models)
@@ -159,22 +143,21 @@ async def _models(request: web.Request) -> web.StreamResponse:
 async def _generate(request: web.Request) -> web.StreamResponse:
     engines, headers = request.app[ENGINES], _end_to_end(request.headers)
     headers[hdrs.CONTENT_TYPE] = "application/json"
-    with contextlib.ExitStack() as held:  # until the answer has ended, as the bodies for the engines
-        bodies = await _engine_requests(request, engines, held)
-        if bodies.prefill is None:
-            url = next(engines.decode) + request.path
-            async with await engines.post(url, headers, bodies.decode({})) as answer:
-                return await _forward(request, answer)
-        handover = Handover(engines.post, next(engines.prefill), headers, bodies.ticket)
-        try:
-            blocks = await _prefill(engines, handover.prefill_url, request.path, headers, bodies.prefill)
-            answer = await handover.decode(next(engines.decode) + request.path, bodies.decode(blocks))
+    bodies = await _engine_requests(request)
+    if bodies.prefill is None:
+        url = next(engines.decode) + request.path
+        async with await engines.post(url, headers, bodies.decode({})) as answer:
             return await _forward(request, answer)
-        except Refusal:
-            handover.is_pinned = False
-            raise
-        finally:
-            engines.end(handover, held.pop_all())
+    handover = Handover(engines.post, next(engines.prefill), headers, bodies.ticket)
+    try:
+        blocks = await _prefill(engines, handover.prefill_url, request.path, headers, bodies.prefill)
+        answer = await handover.decode(next(engines.decode) + request.path, bodies.decode(blocks))
+        return await _forward(request, answer)
+    except Refusal:
+        handover.is_pinned = False
+        raise
+    finally:
+        engines.end(handover)
 
 
 async def _prefill(
@@ -215,24 +198,21 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     return response
 
 
-async def _engine_requests(request: web.Request, engines: Engines, held: contextlib.ExitStack) -> EngineRequests:
-    """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long, or if too many others
-    are long."""
+async def _engine_requests(request: web.Request) -> EngineRequests:
+    """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long."""
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
         raise Refusal.of(415, "the body is compressed: send it uncompressed")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            content = await engines.room.read(request, MAX_BODY_BYTES, held)
+            content = await request.read()
     except TimeoutError:
         raise Refusal.of(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
         raise Refusal.of(413, f"the body is longer than {MAX_BODY_BYTES} bytes") from None
-    except web.HTTPServiceUnavailable as no_room:
-        raise Refusal.of(503, no_room.text or "") from None
     except web.RequestPayloadError as error:
         raise Refusal.of(400, f"the body cannot be read: {shown(error)}") from None
     try:
-        return engine_requests(content) if len(content) <= LONG_BODY_BYTES else await engines.bodies.convert(content)
+        return engine_requests(content)
     except WrongRequest as wrong:
         raise Refusal.of(wrong.status, wrong.message) from None
 
