@@ -208,14 +208,6 @@ MUTANTS = (
         fails="tests/embedded/test_engine_thread.py -k without_a_pause",
     ),
     Mutant(
-        name="engine-resets-without-a-pause",
-        bug="callers who repeat resets of a slow disk take most of the engine's time",
-        file="kvbm/engines/embedded/engine/engine.py",
-        old="RESET_PAUSE * (ended_s - began_s)",
-        new="0",
-        fails="tests/embedded/test_engine_thread.py -k leave_the_engine",
-    ),
-    Mutant(
         name="disk-process-reports-a-clear-late",
         bug="the end of a clear is noticed only by the next poll, so that each reset takes 0.1 s",
         file="kvbm/tiers/disk/index_thread.py",

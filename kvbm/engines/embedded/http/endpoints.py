@@ -241,11 +241,9 @@ def _require_token(request: web.Request, token: str | None) -> None:
 
 
 def _submit(completion: Completion, params: SamplingParams) -> None:
-    """Submit the request; translate a rejection by the engine into a RequestError."""
+    """Submit the request. Raises RequestError 503 if the engine is not running."""
     try:
         completion.submit(params)
-    except ValueError as error:
-        raise RequestError(str(error)) from error
     except EngineError as error:
         raise RequestError(error.message, status=503, code="engine_failed") from error
 
