@@ -219,8 +219,8 @@ def test_the_help_says_what_a_flag_is_by_default_and_never_none(capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--model", "synthetic:huge"], 2, "error: unknown model `synthetic:huge`"),
-        (["--model", "/nowhere"], 2, "error: no such directory: `/nowhere`"),
+        (["--model", "synthetic:huge"], 2, "error: `engine.model`: unknown model `synthetic:huge`"),
+        (["--model", "/nowhere"], 2, "error: `engine.model`: there is no directory `/nowhere`"),
         (["--model", "synthetic:tiny", "--max-model-len", "99999"], 2, "error: `max_model_len` is 99999 tokens"),
         (["--model", "synthetic:tiny", "--connector", "{"], 2, "error: `--connector` is not a resolved profile"),
     ],

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.engines.embedded.engine.tokenizer import letters_of_bytes
 from kvbm.engines.embedded.http.openai_requests import ChatPrompt
 from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.engines.embedded.http.text_stream import REPLACEMENT
@@ -28,9 +27,12 @@ class TextCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._bytes_of_letters: dict[str, int] = {}
         if tokenizer is not None:
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
             tokenizer.encode("")  # sets the options of the Rust tokenizer: no truncation, no padding
-        self._bytes_of_letters = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
+            self._bytes_of_letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
     @property
     def has_text(self) -> bool:
