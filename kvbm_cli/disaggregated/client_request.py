@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.engines.vllm.tickets import RELEASE, TICKET
 from kvbm.text.outside import shown_json
 from kvbm.text.reading import has_more_values
@@ -46,14 +47,6 @@ _ASK_FOR_BLOCKS = {
 NO_OBJECT = "the request is not a JSON object"
 
 
-class WrongRequest(Exception):
-    """What a client sent is refused with this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(status, message)
-        self.status, self.message = status, message
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRequests:
     """Bodies for the engines. `prefill` is None if a decode engine computes the request alone.
@@ -77,32 +70,32 @@ class EngineRequests:
 
 
 def engine_requests(content: bytes) -> EngineRequests:
-    """Return what the engines get for the body of a client. Raises WrongRequest."""
+    """Return what the engines get for the body of a client. Raises RequestError."""
     if has_more_values(content, MAX_VALUES):
-        raise WrongRequest(413, f"the body has more than {MAX_VALUES} commas and brackets")
+        raise RequestError(f"the body has more than {MAX_VALUES} commas and brackets", status=413)
     try:
         body = from_json(content, allow_inf_nan=False)
         if not isinstance(body, dict):
-            raise WrongRequest(400, NO_OBJECT)
+            raise RequestError(NO_OBJECT)
         request, limits = client_request(body)
         of_answer = {name: request.pop(name) for name in OF_ANSWER if name in request}
         shared = json.dumps(request, allow_nan=False).encode()  # once for both: it takes longer than all else
     except ValueError:  # also of `dumps`, for 1e999
-        raise WrongRequest(400, NO_OBJECT) from None
+        raise RequestError(NO_OBJECT) from None
     ticket, is_prefilled = uuid.uuid4().hex, is_one_answer(request) and is_usual(of_answer, request)
     prefill = _with(shared, prefill_fields(limits, ticket)) if is_prefilled else None
     return EngineRequests(ticket, prefill, _with(shared, of_answer), limits)
 
 
 def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return what a client may send to an engine, and its limits. Raises WrongRequest.
+    """Return what a client may send to an engine, and its limits. Raises RequestError.
 
     vLLM merges `vllm_xargs` into the same arguments as `kv_transfer_params`.
     """
     request = {name: value for name, value in body.items() if name not in PARAMS}
     given, others = body.get(PARAMS[0]) or {}, body.get("vllm_xargs")
     if not isinstance(given, dict):
-        raise WrongRequest(400, f"`{PARAMS[0]}` is not an object")
+        raise RequestError(f"`{PARAMS[0]}` is not an object")
     limits = {name: _limit(name, given[name]) for name in CLIENT_PARAMS if given.get(name) is not None}
     if isinstance(others, dict):
         request["vllm_xargs"] = {name: value for name, value in others.items() if name not in PARAMS}
@@ -156,4 +149,4 @@ def _with(body: bytes, more: Mapping[str, Any]) -> bytes:
 def _limit(name: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LIMIT:
         return value
-    raise WrongRequest(400, f"`{PARAMS[0]}.{name}` is {shown_json(value)}: it must be a number of tokens")
+    raise RequestError(f"`{PARAMS[0]}.{name}` is {shown_json(value)}: it must be a number of tokens")

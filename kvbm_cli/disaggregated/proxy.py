@@ -35,17 +35,17 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvbm.engines.embedded.http.connections import front, listen
+from kvbm.engines.embedded.http.connections import body_of, front, listen
+from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
-from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
+from kvbm_cli.disaggregated.client_request import engine_requests
 from kvbm_cli.disaggregated.handover import Handover
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 32 * 2**20
 MAX_ANSWER_BYTES = 16 * 2**20  # of a prefill engine, which generates one token
 SHUTDOWN_TIMEOUT_S = 60.0
-BODY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 ENGINE_TIMEOUT_S = 3600.0  # between two pieces of an answer; without streaming, it comes in one piece at the end
 CLIENT_TIMEOUT_S = 300.0  # for a client to read one piece
@@ -66,15 +66,11 @@ class EngineProblem(Exception):
 
 
 class Refusal(Exception):
-    """The final answer to a rejected request: an engine's error, or the proxy's for an invalid request."""
+    """The error of a prefill engine, which is the answer to the client."""
 
     def __init__(self, status: int, content_type: str, body: bytes) -> None:
         super().__init__(status)
         self.response = web.Response(status=status, content_type=content_type, body=body)
-
-    @classmethod
-    def of(cls, status: int, message: str) -> Refusal:
-        return cls(status, "application/json", _error_body(message, status))
 
 
 @dataclass(slots=True)
@@ -143,7 +139,7 @@ async def _models(request: web.Request) -> web.StreamResponse:
 async def _generate(request: web.Request) -> web.StreamResponse:
     engines, headers = request.app[ENGINES], _end_to_end(request.headers)
     headers[hdrs.CONTENT_TYPE] = "application/json"
-    bodies = await _engine_requests(request)
+    bodies = engine_requests(await body_of(request))
     if bodies.prefill is None:
         url = next(engines.decode) + request.path
         async with await engines.post(url, headers, bodies.decode({})) as answer:
@@ -198,25 +194,6 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     return response
 
 
-async def _engine_requests(request: web.Request) -> EngineRequests:
-    """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long."""
-    if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
-        raise Refusal.of(415, "the body is compressed: send it uncompressed")
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            content = await request.read()
-    except TimeoutError:
-        raise Refusal.of(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise Refusal.of(413, f"the body is longer than {MAX_BODY_BYTES} bytes") from None
-    except web.RequestPayloadError as error:
-        raise Refusal.of(400, f"the body cannot be read: {shown(error)}") from None
-    try:
-        return engine_requests(content)
-    except WrongRequest as wrong:
-        raise Refusal.of(wrong.status, wrong.message) from None
-
-
 @web.middleware
 async def _answer_for_problems(request: web.Request, handler: Any) -> web.StreamResponse:
     try:
@@ -224,12 +201,13 @@ async def _answer_for_problems(request: web.Request, handler: Any) -> web.Stream
         return answer
     except Refusal as refusal:
         return refusal.response
+    except RequestError as wrong:
+        return _error(wrong.message, wrong.status)
     except web.HTTPException as error:
         text = f"{shown(request.path)} with {shown(request.method)} is not served: {shown(error.reason)}"
-        return web.json_response(body=_error_body(text, error.status), status=error.status)
+        return _error(text, error.status)
     except (aiohttp.ClientError, TimeoutError, OSError, EngineProblem) as problem:
-        body = _error_body(f"an engine behind this proxy failed: {shown(problem) or type(problem).__name__}", 502)
-        return web.Response(status=502, content_type="application/json", body=body)
+        return _error(f"an engine behind this proxy failed: {shown(problem) or type(problem).__name__}", 502)
 
 
 def _end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
@@ -238,9 +216,10 @@ def _end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in PER_HOP | named)
 
 
-def _error_body(message: str, code: int) -> bytes:
-    kind = "invalid_request_error" if code < 500 else "server_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+def _error(message: str, status: int) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return web.json_response({"error": error}, status=status)
 
 
 def main() -> None:

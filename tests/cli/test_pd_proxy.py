@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from kvbm.engines.embedded.http import connections
 from kvbm.engines.embedded.http.connections import front, listen
 from kvbm_cli.disaggregated import client_request, handover, proxy
 from kvbm_cli.disaggregated.client_request import engine_requests, is_one_answer
@@ -487,7 +488,7 @@ async def test_body_that_is_too_long_is_refused(monkeypatch, module, limit):
 
 @in_a_loop
 async def test_body_that_does_not_arrive_is_given_up(monkeypatch):
-    monkeypatch.setattr(proxy, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.1)
     async with Rig() as rig:
         assert (await rig.exchange(head(f"POST {PATH} HTTP/1.1", 99) + b"{")).split()[1] == b"408"
 

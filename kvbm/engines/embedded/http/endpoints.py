@@ -13,13 +13,13 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
 
 from aiohttp import web
 
 from kvbm.engines.embedded.engine.request import SamplingParams
 from kvbm.engines.embedded.http.choices import Choices
 from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
+from kvbm.engines.embedded.http.connections import body_of
 from kvbm.engines.embedded.http.openai_requests import (
     CompletionRequest,
     Generation,
@@ -47,11 +47,9 @@ from kvbm.errors import EngineError
 from kvbm.text.outside import shown
 
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
-BODY_TIMEOUT_S = 60.0
 MAX_REQUEST_ID_CHARACTERS = 200
 REQUEST_ID = "X-Request-Id"
 
-Parsed = TypeVar("Parsed")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -82,8 +80,6 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except RequestError as error:
         body = error_body(error.message, status=error.status, param=error.param, code=error.code)
         return _json(body, status=error.status)
-    except web.RequestPayloadError as error:
-        return _json(error_body(f"the body cannot be read: {shown(error)}", status=400), status=400)
     except CompletionFailed as error:
         return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
     except web.HTTPException as error:
@@ -97,8 +93,6 @@ def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
         case web.HTTPMethodNotAllowed():
             allowed = " or ".join(sorted(error.allowed_methods))
             return f"{shown(request.path)} accepts {allowed}, not {shown(request.method)}"
-        case web.HTTPRequestEntityTooLarge():
-            return f"the body is longer than {MAX_BODY_BYTES} bytes"
         case web.HTTPNotFound():
             return f"unknown endpoint {shown(request.path)}"
     return shown(error.text or error.reason)
@@ -124,7 +118,7 @@ class _Endpoints:
     ) -> web.StreamResponse:
         served = self._service.ready()
         client_id = _request_id(request)
-        parsed = await _parsed(request, parse)
+        parsed = parse(await body_of(request))
         generation = parsed.generation
         prepared = await prepare(served, parsed)
         answer_id = f"{prefix}-{client_id}"
@@ -164,7 +158,7 @@ class _Endpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        parsed = await _parsed(request, parse_tokenize)
+        parsed = parse_tokenize(await body_of(request))
         check_model(served.engine, parsed.model)
         assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
         token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
@@ -174,7 +168,7 @@ class _Endpoints:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        model, token_ids = await _parsed(request, parse_detokenize)
+        model, token_ids = parse_detokenize(await body_of(request))
         check_model(served.engine, model)
         check_token_ids(served, token_ids, "tokens")
         return _json({"prompt": await asyncio.to_thread(served.codec.decode, token_ids, skip_special_tokens=False)})
@@ -209,23 +203,6 @@ class _Endpoints:
 
 
 CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed]) -> Parsed:
-    """Read and parse a body of at most MAX_BODY_BYTES."""
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding != "identity":
-        raise RequestError(
-            f"the body has Content-Encoding {shown(encoding)}: send it uncompressed",
-            param="Content-Encoding",
-            status=415,
-        )
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await request.read()
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
-    return parse(body)
 
 
 def _require_token(request: web.Request, token: str | None) -> None:
