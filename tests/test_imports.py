@@ -155,7 +155,14 @@ RULES = (  # the first that fits a module counts
     ),
     Rule(
         "kvbm.engines.embedded.engine",
-        ("kvbm.host", "kvbm.hashing", "kvbm.identity", "kvbm.config.engine"),
+        (
+            "kvbm.host",
+            "kvbm.hashing",
+            "kvbm.identity",
+            "kvbm.config.engine",
+            "kvbm.engines.model_facts",
+            "kvbm.engines.make_model",
+        ),
         never=ENGINES[2:],
     ),
     Rule(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 START_LIMIT_S = 30.0  # a late thread is not a dead one: on a busy machine, 5 s were too short
@@ -41,13 +40,3 @@ def start(thread: threading.Thread) -> None:
         thread.start()
     except MemoryError as error:
         raise RuntimeError("cannot start a thread: no memory") from error
-
-
-def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads run already: it starts none while it is used. Raises RuntimeError."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    meeting = threading.Barrier(threads + 1)
-    for _ in range(threads):
-        pool.submit(meeting.wait)
-    meeting.wait(START_LIMIT_S * threads)
-    return pool

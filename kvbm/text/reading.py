@@ -1,7 +1,6 @@
 """Reads files from outside, of limited size, which may be anything: a FIFO, a device, a pipe of the shell.
 
-Also what a JSON text costs to parse, before and while it is parsed: Python's parser lets no other thread of its process
-run. Its time depends on the number of values, and on digits: an integer of d digits takes d².
+Also what a JSON text costs to parse, before and while it is parsed: no other thread of the process runs meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 FIFO_TIMEOUT_S = 1.0
 MAX_CONFIG_BYTES = 16 << 20  # of a `config.json`
-MAX_DIGITS = 400  # the longest float without an exponent has 309; `sys.set_int_max_str_digits` allows no less than 640
 MAX_LEVELS = 100  # of lists and objects within each other: more than any of our own code follows without an overflow
 LARGEST_NUMBER = 1e30  # so that sums and products of a few numbers are finite
 _UNUSUAL = re.compile(r"[0-9]{31}|[0-9][eE]\+?[0-9]{2}|Infinity|NaN")
@@ -124,10 +122,3 @@ def has_more_values(content: bytes, limit: int) -> bool:
         if left < 0:
             return True
     return False
-
-
-def bounded_int(text: str) -> int:
-    """Return the integer: `parse_int` for `json.loads`. ValueError for more than MAX_DIGITS characters."""
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"it has a number of {len(text)} digits: at most {MAX_DIGITS} are allowed")
-    return int(text)

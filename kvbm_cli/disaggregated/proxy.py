@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import io
 import itertools
 import json
@@ -36,21 +35,17 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvbm.engines.embedded.http.body_room import BodyRoom
-from kvbm.engines.embedded.http.connections import front, listen
+from kvbm.engines.embedded.http.connections import body_of, front, listen
+from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
-from kvbm_cli.disaggregated.body_process import BodyProcesses
-from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
+from kvbm_cli.disaggregated.client_request import engine_requests
 from kvbm_cli.disaggregated.handover import Handover
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 32 * 2**20
-MAX_BODIES_BYTES = 256 * 2**20  # of all clients; engines get each up to twice, with three bytes for one
-LONG_BODY_BYTES = 64 * 2**10  # above, a separate process parses it
 MAX_ANSWER_BYTES = 16 * 2**20  # of a prefill engine, which generates one token
 SHUTDOWN_TIMEOUT_S = 60.0
-BODY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 ENGINE_TIMEOUT_S = 3600.0  # between two pieces of an answer; without streaming, it comes in one piece at the end
 CLIENT_TIMEOUT_S = 300.0  # for a client to read one piece
@@ -71,15 +66,11 @@ class EngineProblem(Exception):
 
 
 class Refusal(Exception):
-    """The final answer to a rejected request: an engine's error, or the proxy's for an invalid request."""
+    """The error of a prefill engine, which is the answer to the client."""
 
     def __init__(self, status: int, content_type: str, body: bytes) -> None:
         super().__init__(status)
         self.response = web.Response(status=status, content_type=content_type, body=body)
-
-    @classmethod
-    def of(cls, status: int, message: str) -> Refusal:
-        return cls(status, "application/json", _error_body(message, status))
 
 
 @dataclass(slots=True)
@@ -89,21 +80,14 @@ class Engines:
     prefill: Iterator[str]
     decode: Iterator[str]
     session: aiohttp.ClientSession = field(repr=False)
-    bodies: BodyProcesses
-    room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
     ending: set[asyncio.Task[None]] = field(default_factory=set)  # handovers, also after their clients have left
 
     async def post(self, url: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
         return await self.session.post(url, data=io.BytesIO(body), headers=headers, allow_redirects=False)
 
-    def end(self, handover: Handover, held: contextlib.ExitStack) -> None:
-        """End a handover in the background, and give `held` back then."""
-
-        async def ended() -> None:
-            with held:
-                await handover.end()
-
-        task = asyncio.create_task(ended())
+    def end(self, handover: Handover) -> None:
+        """End a handover in the background."""
+        task = asyncio.create_task(handover.end())
         self.ending.add(task)
         task.add_done_callback(self.ending.discard)
 
@@ -127,16 +111,12 @@ def make_app(prefill: list[str], decode: list[str]) -> web.Application:
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={hdrs.ACCEPT_ENCODING: "identity"},
         )
-        bodies = BodyProcesses()
-        try:
-            async with session:
-                app[ENGINES] = Engines(itertools.cycle(prefill), itertools.cycle(decode), session, bodies)
-                yield
-                await app[ENGINES].close()
-        finally:
-            bodies.close()
+        async with session:
+            app[ENGINES] = Engines(itertools.cycle(prefill), itertools.cycle(decode), session)
+            yield
+            await app[ENGINES].close()
 
-    app = web.Application(middlewares=[_answer_for_problems])
+    app = web.Application(middlewares=[_answer_for_problems], client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(open_session)
     app.router.add_get("/health", _health)
     app.router.add_get("/v1/models", _models)
@@ -159,22 +139,21 @@ async def _models(request: web.Request) -> web.StreamResponse:
 async def _generate(request: web.Request) -> web.StreamResponse:
     engines, headers = request.app[ENGINES], _end_to_end(request.headers)
     headers[hdrs.CONTENT_TYPE] = "application/json"
-    with contextlib.ExitStack() as held:  # until the answer has ended, as the bodies for the engines
-        bodies = await _engine_requests(request, engines, held)
-        if bodies.prefill is None:
-            url = next(engines.decode) + request.path
-            async with await engines.post(url, headers, bodies.decode({})) as answer:
-                return await _forward(request, answer)
-        handover = Handover(engines.post, next(engines.prefill), headers, bodies.ticket)
-        try:
-            blocks = await _prefill(engines, handover.prefill_url, request.path, headers, bodies.prefill)
-            answer = await handover.decode(next(engines.decode) + request.path, bodies.decode(blocks))
+    bodies = engine_requests(await body_of(request))
+    if bodies.prefill is None:
+        url = next(engines.decode) + request.path
+        async with await engines.post(url, headers, bodies.decode({})) as answer:
             return await _forward(request, answer)
-        except Refusal:
-            handover.is_pinned = False
-            raise
-        finally:
-            engines.end(handover, held.pop_all())
+    handover = Handover(engines.post, next(engines.prefill), headers, bodies.ticket)
+    try:
+        blocks = await _prefill(engines, handover.prefill_url, request.path, headers, bodies.prefill)
+        answer = await handover.decode(next(engines.decode) + request.path, bodies.decode(blocks))
+        return await _forward(request, answer)
+    except Refusal:
+        handover.is_pinned = False
+        raise
+    finally:
+        engines.end(handover)
 
 
 async def _prefill(
@@ -215,28 +194,6 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     return response
 
 
-async def _engine_requests(request: web.Request, engines: Engines, held: contextlib.ExitStack) -> EngineRequests:
-    """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long, or if too many others
-    are long."""
-    if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
-        raise Refusal.of(415, "the body is compressed: send it uncompressed")
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            content = await engines.room.read(request, MAX_BODY_BYTES, held)
-    except TimeoutError:
-        raise Refusal.of(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise Refusal.of(413, f"the body is longer than {MAX_BODY_BYTES} bytes") from None
-    except web.HTTPServiceUnavailable as no_room:
-        raise Refusal.of(503, no_room.text or "") from None
-    except web.RequestPayloadError as error:
-        raise Refusal.of(400, f"the body cannot be read: {shown(error)}") from None
-    try:
-        return engine_requests(content) if len(content) <= LONG_BODY_BYTES else await engines.bodies.convert(content)
-    except WrongRequest as wrong:
-        raise Refusal.of(wrong.status, wrong.message) from None
-
-
 @web.middleware
 async def _answer_for_problems(request: web.Request, handler: Any) -> web.StreamResponse:
     try:
@@ -244,12 +201,13 @@ async def _answer_for_problems(request: web.Request, handler: Any) -> web.Stream
         return answer
     except Refusal as refusal:
         return refusal.response
+    except RequestError as wrong:
+        return _error(wrong.message, wrong.status)
     except web.HTTPException as error:
         text = f"{shown(request.path)} with {shown(request.method)} is not served: {shown(error.reason)}"
-        return web.json_response(body=_error_body(text, error.status), status=error.status)
+        return _error(text, error.status)
     except (aiohttp.ClientError, TimeoutError, OSError, EngineProblem) as problem:
-        body = _error_body(f"an engine behind this proxy failed: {shown(problem) or type(problem).__name__}", 502)
-        return web.Response(status=502, content_type="application/json", body=body)
+        return _error(f"an engine behind this proxy failed: {shown(problem) or type(problem).__name__}", 502)
 
 
 def _end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
@@ -258,9 +216,10 @@ def _end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in PER_HOP | named)
 
 
-def _error_body(message: str, code: int) -> bytes:
-    kind = "invalid_request_error" if code < 500 else "server_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+def _error(message: str, status: int) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return web.json_response({"error": error}, status=status)
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """No interpreter that kvbm starts imports modules from the working directory, which may hold files of others."""
 
 import ast
-import asyncio
 import contextlib
 import json
 import subprocess
@@ -24,8 +23,6 @@ from kvbm.engines.vllm.versions import PACKAGE as VLLM
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.disk.io.select import PROGRAM, _in_a_process
 from kvbm_cli.bench.metrics.sampler import Sampler
-from kvbm_cli.disaggregated.body_process import BodyProcesses
-from kvbm_cli.disaggregated.client_request import WrongRequest
 from kvbm_cli.engine.process import EngineProcess
 from kvbm_cli.system.answering import answers
 
@@ -162,17 +159,6 @@ def test_proxy_imports_nothing_from_the_working_directory(planted, tmp_path):
     plan = plan_of("", "").proxy
     with contextlib.chdir(planted), EngineProcess.start(plan, log_path=tmp_path / "log") as proxy:
         proxy.wait_healthy(30)
-
-
-def test_process_for_large_bodies_imports_nothing_from_the_working_directory(planted):
-    async def convert() -> None:
-        process = BodyProcesses()
-        with pytest.raises(WrongRequest):
-            await process.convert(b"[]")
-        process.close()
-
-    with contextlib.chdir(planted):
-        asyncio.run(convert())
 
 
 def test_look_at_a_file_system_imports_nothing_from_the_working_directory(planted):

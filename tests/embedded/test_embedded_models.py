@@ -179,24 +179,15 @@ def test_a_model_with_an_adapter_is_refused(copy):
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ProfileError, match="no such directory"):
+    with pytest.raises(ProfileError, match="there is no directory"):
         load(tmp_path / "nowhere")
 
 
 def test_a_directory_without_a_usable_config_is_refused(tmp_path):
-    with pytest.raises(EnvironmentProblem, match=r"no readable config\.json"):
+    with pytest.raises(ProfileError, match=r"cannot read .*config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(EnvironmentProblem, match="is not JSON"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(EnvironmentProblem, match="is not a model configuration"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(EnvironmentProblem, match="is not JSON"):
-        load(tmp_path)
-    os.truncate(tmp_path / "config.json", 1 << 40)
-    with pytest.raises(EnvironmentProblem, match=r"no readable config\.json: it is larger than"):
+    with pytest.raises(ProfileError, match="is not JSON"):
         load(tmp_path)
 
 

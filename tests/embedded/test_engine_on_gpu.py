@@ -6,8 +6,6 @@ import pytest
 import torch
 from engine_rig import EngineRig, prompts_of
 
-from kvbm.engines.embedded.engine import attention
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -29,12 +27,3 @@ def test_an_answer_from_host_memory_equals_one_from_g1(dtype, kv_layout):
             result = rig.generate([prompt], max_tokens=20)[0]
             assert result.token_ids == expected.token_ids
             assert result.last.num_external_tokens == expected.last.num_cached_tokens
-
-
-def test_half_precision_takes_the_packed_kernel(monkeypatch):
-    calls = []
-    packed = attention._attend_varlen
-    monkeypatch.setattr(attention, "_attend_varlen", lambda *given: calls.append(1) or packed(*given))
-    with EngineRig("synthetic:tiny", num_blocks=100, dtype="bfloat16", device="cuda", verify=False) as rig:
-        rig.generate(PROMPTS, max_tokens=2)
-    assert calls or not attention._varlen_parameters()

@@ -94,38 +94,6 @@ def test_every_form_equals_the_plain_sum(form, dims, kv_layout):
     assert torch.allclose(output, case.expected(0.3, **options), atol=1e-5)
 
 
-def reference_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What the GPU kernel is documented to compute: causal from the lower right, window to the left."""
-    assert window_size[1] == 0
-    outputs = []
-    for index in range(len(cu_q) - 1):
-        q = query[cu_q[index] : cu_q[index + 1]].transpose(0, 1)
-        k, v = (t[cu_k[index] : cu_k[index + 1]].transpose(0, 1) for t in (key, value))
-        assert q.shape[1] <= max_q
-        assert k.shape[1] <= max_k
-        width = k.shape[1] if window_size[0] < 0 else window_size[0] + 1
-        mask = attention._lower_right_mask(q.shape[1], k.shape[1], width, q.device)
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-            )[0].transpose(0, 1)
-        )
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_packed_way_of_the_gpu_gathers_the_right_keys(monkeypatch, window):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
-    attention._varlen_parameters.cache_clear()
-    case = Case(8, 8)
-    query, key, value = case.packed()
-    attention._write(case.batch, 1, key, value)
-    output = attention._attend_varlen(case.batch, 1, query, window, 0.3)
-    attention._varlen_parameters.cache_clear()
-    assert torch.allclose(output, case.expected(0.3, window=window), atol=1e-5)
-
-
 def test_only_tokens_of_the_row_are_written():
     case = Case(8, 8)
     _, key, value = case.packed()

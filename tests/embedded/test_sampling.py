@@ -121,20 +121,3 @@ def test_an_answer_ends_at_the_stop_token_unless_told_otherwise():
         assert ended.token_ids == tokens[: tokens.index(tokens[3]) + 1]
         assert ended.last.finish_reason == "stop"
         assert rig.generate(PROMPTS[:1], max_tokens=6, ignore_eos=True)[0].last.finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_tokens": 0},
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"top_k": -1},
-        {"min_tokens": -1},
-        {"logprobs": -1},
-    ],
-)
-def test_parameters_that_cannot_be_meant_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        SamplingParams(**wrong)

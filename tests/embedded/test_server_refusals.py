@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from server_rig import CHAT, COMPLETIONS, HELLO, Client, WrittenEngine, serve
 
 from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
-from kvbm.engines.embedded.http import endpoints
+from kvbm.engines.embedded.http import connections
 from kvbm.engines.embedded.http.endpoints import MAX_BODY_BYTES
 from kvbm.engines.embedded.http.text_codec import TextCodec
 
@@ -268,7 +268,7 @@ def test_what_is_no_http_gets_a_400_and_no_traceback(parts: list[bytes], caplog:
 
 
 def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.05)
 
     async def use(client: Client) -> None:
         for parts in ([REQUEST + b"Connection: close\r\n\r\n{"], [CHUNKED, b"1\r\n{\r\n", b"zz\r\n"]):

@@ -52,10 +52,3 @@ def test_a_log_line_whose_thread_does_not_start_is_written_with_the_next(monkeyp
     log.put_nowait("two")
     log.drain()
     assert written == ["one", "two"]
-
-
-def test_a_pool_whose_threads_run_starts_no_other_one(monkeypatch) -> None:
-    pool = threads.started_pool(3, "test")
-    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
-    assert [pool.submit(pow, 2, number).result(LIMIT_S) for number in range(10)] == [2**number for number in range(10)]
-    pool.shutdown()

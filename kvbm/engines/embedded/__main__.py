@@ -14,21 +14,33 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
+from pydantic import Field, ValidationError
+
+from kvbm.engines.embedded.engine.config import EngineConfig
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 from kvbm.host.log_queue import use_queued_stderr
-from kvbm.host.threads import started_pool
 from kvbm.text.log_limit import LogLimit
 from kvbm.types import MAX_SECONDS
 
 if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
     from kvbm.engines.embedded.driver import KvbmScheduler, KvbmWorker
     from kvbm.engines.embedded.http.completion import Served
 
 PROGRAM = "python -m kvbm.engines.embedded"
 MEBIBYTE = 2**20
-HELPERS = 4  # threads for long prompts and bodies
+
+
+class Flags(EngineConfig):
+    """The flags of the engine and those of its server."""
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 selects a free one.")
+    connector: str | None = Field(
+        default=None, description="A resolved profile in JSON, with which the block manager runs."
+    )
+    drain_timeout: float = Field(
+        default=20.0, ge=0, le=MAX_SECONDS, description="Seconds for open requests at shutdown."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,20 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _serve(flags: argparse.Namespace) -> int:
+def _serve(flags: Flags) -> int:
     try:
         from kvbm.engines.embedded.http.server import Server, ServerSettings
     except ImportError as error:
         raise _missing(error) from error
     settings = ServerSettings(host=flags.host, port=flags.port, drain_timeout_s=flags.drain_timeout)
-    return Server(settings, lambda report: _load(flags, report), started_pool(HELPERS, "kvbm-http")).run()
+    return Server(settings, lambda report: _load(flags, report)).run()
 
 
-def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
+def _load(config: Flags, report: Callable[[str], None]) -> Served:
     """Return a started engine. Runs in a separate thread; `report` shows the start-up step."""
-    from kvbm.engines.embedded.engine.config import EngineConfig
-
-    config = EngineConfig(**{name: getattr(flags, name) for name in EngineConfig.model_fields})
     report("importing torch and transformers")
     try:
         from kvbm.engines.embedded.engine.engine import Engine
@@ -66,7 +75,7 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
         from kvbm.engines.embedded.http.metrics import EngineMetrics
         from kvbm.engines.embedded.http.text_codec import TextCodec
 
-        connector = _connector(flags, report)
+        connector = _connector(config, report)
         report(f"loading {config.model}")
         engine = Engine(config, connector=connector)
     except ImportError as error:
@@ -86,7 +95,7 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
     return Served(engine, engine.model.vocabulary_size, TextCodec(engine.model.tokenizer), metrics)
 
 
-def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tuple[KvbmScheduler, KvbmWorker] | None:
+def _connector(flags: Flags, report: Callable[[str], None]) -> tuple[KvbmScheduler, KvbmWorker] | None:
     if flags.connector is None:
         return None
     from kvbm.engines.embedded.driver import create_connector
@@ -125,63 +134,32 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
-
+def _read_flags(arguments: Sequence[str] | None) -> Flags:
     parser = _Parser(
         prog=PROGRAM,
         description="Run the embedded reference engine with an OpenAI-compatible server.",
         allow_abbrev=False,
         formatter_class=_Formatter,
     )
-    add = parser.add_argument
-    add("--model", required=True, type=_text, help=EmbeddedEngine.model_fields["model"].description)
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=_integer(minimum=0, maximum=65535), default=8000, help="0 selects a free port")
-    add("--connector", metavar="JSON", help="a resolved profile: run with the block manager")
-    add("--drain-timeout", type=_seconds, default=20.0, metavar="S", help="time for open requests at shutdown")
-    for name, field in EmbeddedArguments.model_fields.items():
-        add(f"--{name.replace('_', '-')}", default=field.default, help=field.description, **_form_of(field))
-    flags = parser.parse_args(arguments)
+    for name, field in Flags.model_fields.items():
+        kinds = get_args(field.annotation) or (field.annotation,)
+        form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if bool in kinds else {}
+        if isinstance(kinds[0], str):
+            form["choices"] = kinds
+        default = None if field.is_required() else field.default
+        parser.add_argument(_flag(name), required=field.is_required(), default=default, help=field.description, **form)
+    try:
+        flags = Flags.model_validate(vars(parser.parse_args(arguments)), strict=False)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        parser.error(f"argument {_flag(str(wrong['loc'][0]))}: {wrong['input']!r}: {wrong['msg']}")
     if flags.worker_process and flags.connector is None:
         parser.error("--worker-process requires --connector")
     return flags
 
 
-def _form_of(field: FieldInfo) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for a profile key that is a flag."""
-    kinds = get_args(field.annotation) or (field.annotation,)
-    if bool in kinds:
-        return {"action": argparse.BooleanOptionalAction}
-    if int in kinds:
-        limits = {name: getattr(one, name) for one in field.metadata for name in ("ge", "le") if hasattr(one, name)}
-        return {"type": _integer(minimum=limits["ge"], maximum=limits["le"]), "metavar": "N"}
-    return {"type": _text, "metavar": "NAME"} if str in kinds else {"choices": kinds}
-
-
-def _text(text: str) -> str:
-    if not text or any("\ud800" <= one <= "\udfff" for one in text):  # as Python reads what is not UTF-8
-        raise argparse.ArgumentTypeError(f"{text!r} is empty or not UTF-8")
-    return text
-
-
-def _integer(*, minimum: int, maximum: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if text.isdecimal() and len(text) < 20 and minimum <= int(text) <= maximum:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum} to {maximum}")
-
-    return convert
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {MAX_SECONDS}")
-    return value
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _error_text(error: KvbmError) -> str:
@@ -193,26 +171,8 @@ def _error_text(error: KvbmError) -> str:
     return "\n".join([*lines, *(["", f"hint: {error.hint}"] if error.hint else [])])
 
 
-def _open_standard_streams() -> None:
-    """Open /dev/null in place of closed streams (`2>&-`). A connection to a client would otherwise get the number of
-    a closed one, and with it whatever a library writes to stderr."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-
-def _flush_standard_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a full disk; the exit code remains
-            stream.flush()
-
-
 if __name__ == "__main__":
-    _open_standard_streams()
     write_log = use_queued_stderr()
     code = main()
-    _flush_standard_streams()
     write_log()
     os._exit(code)  # a thread that is still loading a model would otherwise hold up, or crash, the interpreter's end

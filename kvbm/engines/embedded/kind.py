@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.engine import EmbeddedArguments
 from kvbm.engines.embedded import sizing
-from kvbm.engines.embedded.engine.supported_models import require_supported
-from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.embedded.engine.supported_models import supported_facts
 from kvbm.engines.engine_kind import EngineKind, Place, ServerTraits, with_arguments
-from kvbm.engines.model_facts import SYNTHETIC_PREFIX, local_directory, no_directory, preset_facts, read_config
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
@@ -46,14 +44,7 @@ class EmbeddedKind(EngineKind):
         return sizing.device(_arguments(profile), model_config, sequence_tokens=wanted.sequence_tokens)
 
     def model_facts(self, model: str) -> Mapping[str, object]:
-        if model.startswith(SYNTHETIC_PREFIX):
-            return preset_facts(model, SYNTHETIC)
-        directory = local_directory(model)
-        if directory is None:
-            raise no_directory(model, "use a local directory, or `synthetic:tiny`, which requires no download")
-        facts = read_config(directory / "config.json")
-        require_supported(directory, facts)
-        return facts
+        return supported_facts(model)
 
     def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
         sizing.bytes_per_token(model_config, element_bytes=1)

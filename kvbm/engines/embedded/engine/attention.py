@@ -12,13 +12,10 @@ The current batch is thread-local, so two engines can run in one process.
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -49,18 +46,6 @@ class _ReadPlan:
     masks: list[torch.Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedKeys:
-    """The same keys without gaps, for a kernel that processes all sequences in one call."""
-
-    blocks: torch.Tensor
-    offsets: torch.Tensor
-    cumulative_queries: torch.Tensor
-    cumulative_keys: torch.Tensor
-    most_queries: int
-    most_keys: int
-
-
 @dataclass(slots=True)
 class Batch:
     """One step's packed row of tokens."""
@@ -71,7 +56,6 @@ class Batch:
     write_offsets: torch.Tensor = field(init=False)
     is_cold: bool = field(init=False)
     _plans: dict[int | None, _ReadPlan] = field(default_factory=dict)
-    _packed: dict[int | None, _PackedKeys] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Cold: no sequence has context, so every key is in this row and nothing has to be fetched."""
@@ -89,15 +73,10 @@ class Batch:
 
     def plan(self, window: int | None) -> _ReadPlan:
         if window not in self._plans:
-            self._plans[window] = self._make_plan(window, fetches_cold=False)
+            self._plans[window] = self._make_plan(window)
         return self._plans[window]
 
-    def packed_keys(self, window: int | None) -> _PackedKeys:
-        if window not in self._packed:
-            self._packed[window] = self._pack(self._make_plan(window, fetches_cold=True))
-        return self._packed[window]
-
-    def _make_plan(self, window: int | None, *, fetches_cold: bool) -> _ReadPlan:
+    def _make_plan(self, window: int | None) -> _ReadPlan:
         """Make the plan. A query at position p sees keys p - window + 1 to p, so blocks before the first query's window
         stay out."""
         size, device = self.pool.block_size, self.write_blocks.device
@@ -111,27 +90,10 @@ class Batch:
             first_block = first_seen // size
             first_keys.append(len(block_ids) * size + first_seen % size)
             key_counts.append(sequence.key_count - first_seen)
-            if first_query or fetches_cold:  # the keys of a cold sequence are in the row
+            if first_query:  # the keys of a cold sequence are in the row
                 block_ids += sequence.block_ids[first_block : -(-sequence.key_count // size)]
             masks.append(_mask(sequence.query_count, key_counts[-1], window, device))
         return _ReadPlan(torch.tensor(block_ids, device=device), first_keys, key_counts, masks)
-
-    def _pack(self, plan: _ReadPlan) -> _PackedKeys:
-        spans = zip(plan.first_keys, plan.key_counts, strict=True)
-        keys = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(plan.block_ids.device)
-        queries = [sequence.query_count for sequence in self.sequences]
-        return _PackedKeys(
-            blocks=plan.block_ids[keys // self.pool.block_size],
-            offsets=keys % self.pool.block_size,
-            cumulative_queries=_cumulative(queries, keys.device),
-            cumulative_keys=_cumulative(plan.key_counts, keys.device),
-            most_queries=max(queries),
-            most_keys=max(plan.key_counts),
-        )
-
-
-def _cumulative(counts: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
 
 
 def _mask(query_count: int, key_count: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -190,14 +152,12 @@ def paged_attention(
     layer = int(module.layer_idx)
     _write(batch, layer, key, value)
     form = _Form(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
-    if query.is_cuda and form.is_plain and _can_varlen(query, value, sliding_window):
-        return _attend_varlen(batch, layer, query, sliding_window, form.scale), None
     return _attend_each(batch, layer, query, key, value, sliding_window, form), None
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How scores become weights. Plain: softmax of scaled scores, which fused kernels support."""
+    """How scores become weights. Plain: softmax of scaled scores, which a fused kernel computes."""
 
     scale: float
     softcap: float | None
@@ -223,7 +183,7 @@ def _attend_each(
     window: int | None,
     form: _Form,
 ) -> torch.Tensor:
-    """One kernel call per sequence: used on the CPU, and for forms that no fused kernel supports."""
+    """One kernel call per sequence."""
     plan = batch.plan(window)
     _, heads, row_count, _ = query.shape
     output = query.new_empty(row_count, heads, value.shape[-1])
@@ -288,45 +248,3 @@ def _attend_in_steps(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)[..., :key_count]
     return (weights @ value[:, None]).reshape(heads, query_count, value_dim).transpose(0, 1)
-
-
-@cache
-def _varlen_parameters() -> frozenset[str]:
-    """Return the parameters of torch's variable-length kernel, which differ by version; empty without the kernel."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _can_varlen(query: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
-    if "scale" not in _varlen_parameters() or (window is not None and "window_size" not in _varlen_parameters()):
-        return False
-    dim = query.shape[-1]
-    return query.dtype in (torch.bfloat16, torch.float16) and dim == value.shape[-1] and dim <= 256
-
-
-def _attend_varlen(batch: Batch, layer: int, query: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
-    """Attend all sequences in one kernel call, over gathered keys. GPU only."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    packed, pool = batch.packed_keys(window), batch.pool
-    options: dict[str, object] = {"scale": scale}
-    if "window_size" in _varlen_parameters():
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    else:
-        options["is_causal"] = True
-    if "enable_gqa" in _varlen_parameters():
-        options["enable_gqa"] = True
-    mixed = varlen_attn(
-        query[0].transpose(0, 1).contiguous(),
-        pool.keys[layer][packed.blocks, packed.offsets],
-        pool.values[layer][packed.blocks, packed.offsets],
-        packed.cumulative_queries,
-        packed.cumulative_keys,
-        packed.most_queries,
-        packed.most_keys,
-        **options,
-    )
-    return mixed[None]

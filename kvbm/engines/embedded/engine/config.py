@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvbm.config.engine import EmbeddedArguments
+from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
 
 
 class EngineConfig(EmbeddedArguments):
     """The flags of a profile, and the model: `synthetic:NAME` or a local Hugging Face directory."""
 
-    model: str = Field(min_length=1)
+    model: str = Field(min_length=1, description=EmbeddedEngine.model_fields["model"].description)
 
     @property
     def model_name(self) -> str:

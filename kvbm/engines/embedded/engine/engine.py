@@ -16,7 +16,6 @@ import os
 import queue
 import random
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -42,7 +41,6 @@ BATCHED_TOKENS_CPU = 1024
 BATCHED_TOKENS_CUDA = 2048
 MAX_REQUESTS = 64
 STOP_TIMEOUT_S = 30.0
-RESET_PAUSE = 5  # after a reset, a busy engine serves this many times as long before the next one
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +64,19 @@ def _running_future() -> Future[bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A function to run between two steps, None for a reset, and the future of its result."""
+    """A function to run between two steps, and the future of its result."""
 
-    run: Callable[[], bool] | None
+    run: Callable[[], bool]
     done: Future[bool] = field(default_factory=_running_future)
+
+    def execute(self) -> None:
+        """Run the function. An error is set on the future, then ends the engine thread."""
+        try:
+            self.done.set_result(self.run())
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.done.set_exception(EngineError(f"the engine failed while executing this order: {reason}"))
+            raise
 
 
 class Engine:
@@ -96,8 +103,6 @@ class Engine:
         self.core = self._create_core()
         self._thread = threading.Thread(target=self._main, name="kvbm-engine", daemon=True)
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._resets: list[_Order] = []  # owned by the engine thread, as the next one
-        self._next_reset_s = 0.0
         self._lock = threading.Lock()  # guards the attributes below, which submitters and the engine thread share
         self._in_flight: dict[str, Request] = {}
         self._seeds = random.Random(config.seed)
@@ -144,12 +149,10 @@ class Engine:
         params: SamplingParams,
         on_output: Callable[[RequestOutput], None],
     ) -> None:
-        """Queue a request. Raises ValueError if it cannot be served, EngineError if the engine is not running."""
-        self._require_servable(prompt_token_ids)
+        """Queue a request whose id no other one has, with 1 to `max_model_len` - 1 tokens of the vocabulary. Raises
+        EngineError if the engine is not running."""
         with self._lock:
             self._require_running()
-            if request_id in self._in_flight:
-                raise ValueError(f"a request with id `{request_id}` is already running")
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
             request = self.new_request(request_id, prompt_token_ids, params, self._forgetting(on_output), seed=seed)
             self._in_flight[request_id] = request
@@ -164,11 +167,8 @@ class Engine:
 
     def begin_reset(self) -> Future[bool]:
         """Start to clear the prefix cache in G1 and in the connector. The future fails with EngineError if the engine
-        dies; so does this call if it has died.
-
-        One reset answers all callers who wait when it starts. Resets take a small part of a busy engine's time.
-        """
-        order = _Order(None)
+        dies; so does this call if it has died."""
+        order = _Order(lambda: self.core.scheduler.reset_prefix_cache())
         with self._lock:
             self._require_running()
             self._orders.put(order)
@@ -197,16 +197,6 @@ class Engine:
     def _require_running(self) -> None:
         if not self.is_healthy:
             raise EngineError(f"the engine is not running: {self._failure or 'it was stopped or not started'}")
-
-    def _require_servable(self, prompt_token_ids: list[int]) -> None:
-        if not prompt_token_ids:
-            raise ValueError("the prompt is empty")
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt_token_ids)} tokens; prompt and output are limited to {self.max_model_len}"
-            )
-        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.model.vocabulary_size:
-            raise ValueError(f"the prompt has a token id outside 0 to {self.model.vocabulary_size - 1}")
 
     def new_request(
         self,
@@ -258,8 +248,7 @@ class Engine:
     def _serve(self) -> None:
         was_idle = False
         while not self._is_stopping:
-            self._take_orders(may_sleep=not (self.core.has_work or self._resets), was_idle=was_idle)
-            self._reset_if_due()
+            self._take_orders(may_sleep=not self.core.has_work, was_idle=was_idle)
             if self.core.has_work and not self._is_stopping:
                 was_idle = not self.core.step()
 
@@ -272,25 +261,9 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             order = self._orders.get(timeout=timeout_s) if timeout_s != 0.0 else self._orders.get_nowait()
             queued = self._orders.qsize()
-            self._execute(order)
+            order.execute()
             for _ in range(queued):
-                self._execute(self._orders.get_nowait())
-
-    def _execute(self, order: _Order) -> None:
-        if order.run is None:
-            self._resets.append(order)
-        else:
-            _fulfil([order], order.run)
-
-    def _reset_if_due(self) -> None:
-        """Answer all waiting resets with one. Callers who repeat them must not hold up requests."""
-        if not self._resets or (self.core.has_work and time.monotonic() < self._next_reset_s):
-            return
-        began_s = time.monotonic()
-        answered, self._resets = self._resets, []
-        _fulfil(answered, self.core.scheduler.reset_prefix_cache)
-        ended_s = time.monotonic()
-        self._next_reset_s = ended_s + RESET_PAUSE * (ended_s - began_s)
+                self._orders.get_nowait().execute()
 
     def _add(self, request: Request) -> bool:
         self.core.add(request)
@@ -310,9 +283,7 @@ class Engine:
                 request.on_output(request.last_output(reason, error=failure))
         with contextlib.suppress(queue.Empty):
             while True:
-                self._resets.append(self._orders.get_nowait())
-        for order in self._resets:
-            order.done.set_exception(EngineError(failure or "the engine was stopped"))
+                self._orders.get_nowait().done.set_exception(EngineError(failure or "the engine was stopped"))
 
     def _shut_down(self) -> None:
         if self._connector is not None:
@@ -320,19 +291,6 @@ class Engine:
             scheduler_connector.shutdown()
             worker_connector.shutdown()
         self.pool.close()
-
-
-def _fulfil(orders: list[_Order], run: Callable[[], bool]) -> None:
-    """Run the function, and answer these orders. An error is set on their futures, then ends the engine thread."""
-    try:
-        result = run()
-    except BaseException as error:
-        failure = EngineError(f"the engine failed while executing this order: {type(error).__name__}: {error}")
-        for order in orders:
-            order.done.set_exception(failure)
-        raise
-    for order in orders:
-        order.done.set_result(result)
 
 
 def _limits(config: EngineConfig, device: str) -> SchedulerLimits:

@@ -7,7 +7,6 @@ read where possible. A probe measures the shapes of K and V; they are not derive
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,24 +18,23 @@ import torch
 import xxhash
 
 from kvbm import hashing
-from kvbm.engines.embedded.engine import attention, synthetic_models, tokenizer
+from kvbm.engines.embedded.engine import attention, tokenizer
 from kvbm.engines.embedded.engine.attention import Batch, PackedSequence
 from kvbm.engines.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
-from kvbm.engines.embedded.engine.supported_models import require_supported
-from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
+from kvbm.engines.embedded.engine.supported_models import supported_facts
+from kvbm.engines.model_facts import SYNTHETIC_PREFIX
+from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.threads import allowed_cores
 from kvbm.identity.description import settled
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.machine import cpu_features, precision_variables, release_of
 from kvbm.identity.options import Options
-from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from kvbm.engines.embedded.engine.config import EngineConfig
 
-SYNTHETIC_PREFIX = "synthetic:"
 # These rope types change the angles of all tokens once a sequence is longer than the original context.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 PROBE_NAME = "kvbm_probe"
@@ -128,11 +126,7 @@ def _synthetic(config: EngineConfig, device: str) -> _Source:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = config.model.removeprefix(SYNTHETIC_PREFIX)
-    facts = synthetic_models.SYNTHETIC.get(name)
-    if facts is None:
-        known = ", ".join(f"`{SYNTHETIC_PREFIX}{preset}`" for preset in synthetic_models.SYNTHETIC)
-        raise ProfileError(f"unknown model `{config.model}`", hint=f"known models: {known}")
-    hf_config = AutoConfig.for_model(**facts)
+    hf_config = AutoConfig.for_model(**supported_facts(config.model))
     with torch.random.fork_rng(devices=[device] if device != "cpu" else []), torch.device(device):
         torch.manual_seed(config.seed)
         network = AutoModelForCausalLM.from_config(hf_config, dtype=TORCH_DTYPES[config.dtype])
@@ -146,7 +140,7 @@ def _directory(config: EngineConfig, device: str) -> _Source:
     from transformers.utils import logging
 
     directory = Path(config.model).expanduser()
-    require_supported(directory, _read_config(directory))
+    supported_facts(config.model)
     logging.disable_progress_bar()
     try:
         hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -192,23 +186,6 @@ def _tensor_digest(network: torch.nn.Module) -> str:
     with ThreadPoolExecutor(max(1, min(DIGEST_THREADS, len(allowed_cores())))) as threads:
         digests = threads.map(digest, (*network.named_parameters(), *network.named_buffers()))
         return xxhash.xxh3_128_hexdigest(b"".join(digests))
-
-
-def _read_config(directory: Path) -> Mapping[str, object]:
-    if not directory.is_dir():
-        raise ProfileError(
-            f"no such directory: `{directory}`",
-            hint="use a local directory, or `synthetic:tiny`, which requires no download",
-        )
-    try:
-        facts = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
-    except OSError as error:
-        raise EnvironmentProblem(f"`{directory}` has no readable config.json: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise EnvironmentProblem(f"`{directory}/config.json` is not JSON: {error}") from error
-    if not isinstance(facts, dict):
-        raise EnvironmentProblem(f"`{directory}/config.json` is not a model configuration")
-    return facts
 
 
 def _max_positions(hf_config: PreTrainedConfig) -> int:

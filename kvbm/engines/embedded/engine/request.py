@@ -57,19 +57,6 @@ class SamplingParams:
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, object] | None = None
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for a value out of range."""
-        for is_wrong, text in (
-            (self.max_tokens < 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
-            (not 0.0 <= self.temperature <= 100.0, f"temperature must be 0 or more, not {self.temperature}"),
-            (not 0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, not {self.top_p}"),
-            (self.top_k < 0, f"top_k must be 0 or more, not {self.top_k}"),
-            (self.min_tokens < 0, f"min_tokens must be 0 or more, not {self.min_tokens}"),
-            (self.logprobs is not None and self.logprobs < 0, f"logprobs must be 0 or more, not {self.logprobs}"),
-        ):
-            if is_wrong:
-                raise ValueError(text)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

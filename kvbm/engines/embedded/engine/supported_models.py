@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.model_facts import SYNTHETIC_PREFIX, local_directory, no_directory, preset_facts, read_config
 from kvbm.errors import ProfileError
 
 SUPPORTED = (
@@ -34,8 +36,19 @@ ADAPTER = "adapter_config.json"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def require_supported(directory: Path, facts: Mapping[str, object]) -> None:
-    """Raise ProfileError if the embedded engine does not support the model."""
+def supported_facts(model: str) -> Mapping[str, object]:
+    """Return the content of a model's config.json. Raises ProfileError for one that is missing or not supported."""
+    if model.startswith(SYNTHETIC_PREFIX):
+        return preset_facts(model, SYNTHETIC)
+    directory = local_directory(model)
+    if directory is None:
+        raise no_directory(model, "use a local directory, or `synthetic:tiny`, which requires no download")
+    facts = read_config(directory / "config.json")
+    _require_supported(directory, facts)
+    return facts
+
+
+def _require_supported(directory: Path, facts: Mapping[str, object]) -> None:
     kind = facts.get("model_type")
     if kind is None:
         raise ProfileError(f"`{directory}/config.json` has no `model_type`", hint=_RUNS)

@@ -7,18 +7,9 @@ wide enough that greedy outputs vary and differ between prompts.
 
 from __future__ import annotations
 
-BYTE_COUNT = 256
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+from kvbm.engines.make_model import SPECIAL_TOKENS
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+BYTE_COUNT = 256
 
 _SHARED: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.engines.embedded.engine import synthetic_models
+from kvbm.engines.make_model import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TURN_END
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -18,19 +18,20 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     """Return a tokenizer with one token per byte, followed by the special tokens. Any text round-trips."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in synthetic_models.SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=synthetic_models.TURN_END,
-        pad_token=synthetic_models.END_OF_TEXT,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = synthetic_models.CHAT_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
@@ -44,11 +45,3 @@ def directory_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise EnvironmentProblem(f"the tokenizer in `{directory}` cannot be loaded: {error}") from error
-
-
-def letters_of_bytes() -> list[str]:
-    """Return the printable character that byte-level tokenizers use for each byte (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [letters[byte] for byte in range(256)]

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.engines.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
-from kvbm.engines.embedded.http.body_room import BodyRoom
 from kvbm.engines.embedded.http.metrics import EngineMetrics
 from kvbm.engines.embedded.http.openai_requests import Generation
 from kvbm.engines.embedded.http.openai_responses import AnswerPart, Usage
@@ -29,27 +27,18 @@ from kvbm.engines.embedded.http.text_stream import TextStream
 if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.engine import Engine
 
-MAX_BODIES_BYTES = 128 * 2**20  # of all clients
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`. Except `stop`, which
-    blocks until the engine thread has ended, its methods may be called on the event loop.
-
-    `parser` has the threads for bodies that are not parsed on the event loop: one for usual prompts, which take
-    `short_turn`, and one for longer bodies, which take `long_turn`. `room` is for bodies that are not parsed yet.
-    """
+    blocks until the engine thread has ended, its methods may be called on the event loop."""
 
     engine: Engine
     vocabulary_size: int
     codec: TextCodec
     metrics: EngineMetrics
-    parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 2, thread_name_prefix="parser"))
-    short_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    long_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
 
 
 class CompletionFailed(Exception):

@@ -3,6 +3,7 @@
     runner = front(app)                                an application with the rules of this module
     await runner.setup()
     await listen(runner, host, port)
+    await body_of(request)                             in its handlers
 
 A client that leaves, or ends its side, cancels its request. Input that is not HTTP gets 400, and nothing is logged.
 """
@@ -18,7 +19,11 @@ import socket
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvbm.engines.embedded.http.request_fields import RequestError
+from kvbm.text.outside import shown
+
 KEEPALIVE_S = 75.0
+BODY_TIMEOUT_S = 60.0
 
 
 def front(app: web.Application, *, keepalive_s: float = KEEPALIVE_S, shutdown_timeout_s: float = 2.0) -> web.AppRunner:
@@ -62,3 +67,20 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
             raise error from None
         for address in dict.fromkeys(str(one[4][0]) for one in found):  # `localhost` on a machine without IPv6
             await web.TCPSite(runner, address, port).start()
+
+
+async def body_of(request: web.Request) -> bytes:
+    """Return the body of a request, of at most `client_max_size` of its application. Raises RequestError."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        message = f"the body has Content-Encoding {shown(encoding)}: send it uncompressed"
+        raise RequestError(message, param="Content-Encoding", status=415)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestError(f"the body is longer than {request.client_max_size} bytes", status=413) from None
+    except web.RequestPayloadError as error:
+        raise RequestError(f"the body cannot be read: {shown(error)}") from None

@@ -7,21 +7,19 @@ failure becomes a 5xx, or an error event if the stream has started.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
 
 from aiohttp import web
 
 from kvbm.engines.embedded.engine.request import SamplingParams
-from kvbm.engines.embedded.http.admin import require_admin
-from kvbm.engines.embedded.http.body_room import BodyRoom
 from kvbm.engines.embedded.http.choices import Choices
 from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
+from kvbm.engines.embedded.http.connections import body_of
 from kvbm.engines.embedded.http.openai_requests import (
     CompletionRequest,
     Generation,
@@ -39,35 +37,25 @@ from kvbm.engines.embedded.http.openai_responses import (
     dumps,
     error_body,
     model_body,
-    pieces,
 )
 from kvbm.engines.embedded.http.prompt import check_model, check_token_ids, encode, prepare
 from kvbm.engines.embedded.http.request_fields import RequestError, wrong
 from kvbm.engines.embedded.http.response_writer import stream_response, whole_body
 from kvbm.engines.embedded.http.service import Service
+from kvbm.engines.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
 from kvbm.errors import EngineError
 from kvbm.text.outside import shown
-from kvbm.text.reading import has_more_values
 
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
-BODY_TIMEOUT_S = 60.0
-THREAD_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
-LONG_BODY_BYTES = 256 * 2**10  # above, usual prompts do not wait for it
-LONGEST_REST_S = 0.3  # after a long body; the strings of the longest one take less (2 cores)
-SPARE_BYTES = 2**20
-BYTES_PER_TOKEN = 128  # a character of a prompt has up to 12 in JSON
-SPARE_VALUES = 20_000
-VALUES_PER_TOKEN = 2  # a prompt of token ids has one, other requests have fewer
 MAX_REQUEST_ID_CHARACTERS = 200
 REQUEST_ID = "X-Request-Id"
 
-Parsed = TypeVar("Parsed")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def create_app(service: Service) -> web.Application:
     endpoints = _Endpoints(service)
-    app = web.Application(middlewares=[_errors_as_json])
+    app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
             web.post("/v1/completions", endpoints.completions),
@@ -92,8 +80,6 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except RequestError as error:
         body = error_body(error.message, status=error.status, param=error.param, code=error.code)
         return _json(body, status=error.status)
-    except web.RequestPayloadError as error:
-        return _json(error_body(f"the body cannot be read: {shown(error)}", status=400), status=400)
     except CompletionFailed as error:
         return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
     except web.HTTPException as error:
@@ -107,8 +93,6 @@ def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
         case web.HTTPMethodNotAllowed():
             allowed = " or ".join(sorted(error.allowed_methods))
             return f"{shown(request.path)} accepts {allowed}, not {shown(request.method)}"
-        case web.HTTPRequestEntityTooLarge():
-            return f"the body is longer than {MAX_BODY_BYTES} bytes"
         case web.HTTPNotFound():
             return f"unknown endpoint {shown(request.path)}"
     return shown(error.text or error.reason)
@@ -134,7 +118,7 @@ class _Endpoints:
     ) -> web.StreamResponse:
         served = self._service.ready()
         client_id = _request_id(request)
-        parsed = await _parsed(request, parse, served)
+        parsed = parse(await body_of(request))
         generation = parsed.generation
         prepared = await prepare(served, parsed)
         answer_id = f"{prefix}-{client_id}"
@@ -174,29 +158,24 @@ class _Endpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        parsed = await _parsed(request, parse_tokenize, served)
+        parsed = parse_tokenize(await body_of(request))
         check_model(served.engine, parsed.model)
         assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
         token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
+        texts = [served.codec.token_text(one) for one in token_ids] if parsed.return_token_strings else None
         body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}
-
-        def answer() -> bytes:
-            wanted = parsed.return_token_strings
-            texts = [served.codec.token_text(one) for one in token_ids] if wanted else None
-            return b"".join(pieces({**body, "token_strs": texts}))
-
-        return _json_body(await asyncio.to_thread(answer))
+        return _json({**body, "token_strs": texts})
 
     async def detokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        model, token_ids = await _parsed(request, parse_detokenize, served)
+        model, token_ids = parse_detokenize(await body_of(request))
         check_model(served.engine, model)
         check_token_ids(served, token_ids, "tokens")
         return _json({"prompt": await asyncio.to_thread(served.codec.decode, token_ids, skip_special_tokens=False)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Clear the prefix cache in G1 and in the connector."""
-        require_admin(request, self._service.admin_token)
+        _require_token(request, self._service.admin_token)
         served = self._service.ready()
         if (external := request.query.get("reset_external")) not in (None, "true", "false"):
             raise wrong("reset_external", external, "true or false")
@@ -226,68 +205,22 @@ class _Endpoints:
 CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def _body(request: web.Request, room: BodyRoom, held: ExitStack) -> bytes:
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding != "identity":
-        raise RequestError(
-            f"the body has Content-Encoding {shown(encoding)}: send it uncompressed",
-            param="Content-Encoding",
-            status=415,
-        )
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await room.read(request, MAX_BODY_BYTES, held)
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
-
-
-async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
-    """Read and parse the body. The JSON parser does not let other threads run, so bytes and values are limited."""
-    with ExitStack() as held:
-        return await _parsed_of(await _body(request, served.room, held), parse, served)
-
-
-async def _parsed_of(body: bytes, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
-    most_bytes = SPARE_BYTES + BYTES_PER_TOKEN * served.engine.max_model_len
-    if len(body) > most_bytes:
-        raise RequestError(f"the body has {len(body)} bytes: at most {most_bytes} are read for this model", status=413)
-    limit = VALUES_PER_TOKEN * served.engine.max_model_len + SPARE_VALUES
-    if has_more_values(body, limit):
-        raise RequestError(
-            f"the body has more than {limit} commas and brackets, which is more than any prompt of this model "
-            "needs: send fewer prompts in one request",
-            status=413,
-        )
-    if len(body) <= THREAD_BODY_BYTES:
-        return parse(body)
-    return await _parsed_in_turn(parse, body, served)
-
-
-async def _parsed_in_turn(parse: Callable[[bytes], Parsed], body: bytes, served: Served) -> Parsed:
-    """Parse a body in a thread of the parser. It keeps its turn until it is parsed, also if the client has left, and
-    as long again: an event of a stream needs several steps of two threads, which wait while strings are parsed."""
-    turn = served.long_turn if len(body) > LONG_BODY_BYTES else served.short_turn
-    await turn.acquire()
-    loop, began_s = asyncio.get_running_loop(), time.monotonic()
-
-    def give_back(_: object) -> None:
-        loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), turn.release)
-
-    try:
-        parsed = loop.run_in_executor(served.parser, parse, body)
-    except BaseException:  # the thread could not be started
-        turn.release()
-        raise
-    parsed.add_done_callback(give_back)
-    return await asyncio.shield(parsed)
+def _require_token(request: web.Request, token: str | None) -> None:
+    """Raise RequestError 403 unless the request has the admin token of the server. No web page can send its header."""
+    if token is None:
+        reason = f"it is off; set the variable {ADMIN_VARIABLE} of the server to a secret"
+    else:
+        given = request.headers.get(ADMIN_HEADER, "").encode(errors="surrogateescape")
+        if hmac.compare_digest(given, token.encode(errors="surrogateescape")):
+            return
+        reason = f"the header {ADMIN_HEADER} must have the admin token of this server"
+    raise RequestError(f"{shown(request.path)} is refused: {reason}", status=403, code="not_allowed")
 
 
 def _submit(completion: Completion, params: SamplingParams) -> None:
-    """Submit the request; translate a rejection by the engine into a RequestError."""
+    """Submit the request. Raises RequestError 503 if the engine is not running."""
     try:
         completion.submit(params)
-    except ValueError as error:
-        raise RequestError(str(error)) from error
     except EngineError as error:
         raise RequestError(error.message, status=503, code="engine_failed") from error
 
@@ -320,8 +253,4 @@ def _head(served: Served, answer_id: str, generation: Generation, prompt_token_i
 
 
 def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return _json_body(dumps(body), status=status, headers=headers)
-
-
-def _json_body(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+    return web.Response(body=dumps(body), status=status, headers=headers, content_type="application/json")

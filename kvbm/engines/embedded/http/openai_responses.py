@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.request import RequestOutput, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-PIECE_ITEMS = 10_000  # of a list that is encoded at once, in about a millisecond
 DONE = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
@@ -258,19 +257,6 @@ def event(body: Json) -> bytes:
 def dumps(value: object) -> bytes:
     """Encode as compact ASCII JSON. Raises ValueError for NaN, which is not JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def pieces(body: Json) -> Iterator[bytes]:
-    """Encode a body with long lists as `dumps` does. It lets other threads run after each piece of a list."""
-    for index, (name, value) in enumerate(body.items()):
-        yield b"%b%b:" % (b"," if index else b"{", dumps(name))
-        if isinstance(value, list) and len(value) > PIECE_ITEMS:
-            for start in range(0, len(value), PIECE_ITEMS):
-                yield (b"," if start else b"[") + dumps(value[start : start + PIECE_ITEMS])[1:-1]
-            yield b"]"
-        else:
-            yield dumps(value)
-    yield b"}"
 
 
 def _ending(part: AnswerPart) -> Json:

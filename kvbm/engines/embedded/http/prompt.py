@@ -6,9 +6,7 @@ It makes all checks that need a loaded engine: model name, vocabulary and maximu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.engines.embedded.engine.request import SamplingParams
@@ -75,25 +73,17 @@ async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
     if isinstance(prompt, list):
         check_token_ids(served, prompt, "prompt")
         return prompt
-    check_count = partial(_room, served.engine)
-    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len, check_count=check_count)
+    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len)
     if not token_ids:
         raise RequestError("the prompt has no tokens: it must have at least one", param="prompt")
     return token_ids
 
 
-async def encode(
-    codec: TextCodec,
-    prompt: TextPrompt | ChatPrompt,
-    *,
-    max_tokens: int,
-    check_count: Callable[[int], object] = lambda count: None,
-) -> list[int]:
-    """Tokenize a prompt, a long one in a separate thread. Raises RequestError if it is far too long, and what
-    `check_count` raises for its number of tokens."""
+async def encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, *, max_tokens: int) -> list[int]:
+    """Tokenize a prompt, a long one in a separate thread. Raises RequestError if it is far too long."""
     if _characters(prompt) > LONG_TEXT_CHARACTERS:
-        return await asyncio.to_thread(_encode, codec, prompt, max_tokens, check_count)
-    return _encode(codec, prompt, max_tokens, check_count)
+        return await asyncio.to_thread(_encode, codec, prompt, max_tokens)
+    return _encode(codec, prompt, max_tokens)
 
 
 def _characters(prompt: TextPrompt | ChatPrompt) -> int:
@@ -102,9 +92,7 @@ def _characters(prompt: TextPrompt | ChatPrompt) -> int:
     return sum(len(message["content"]) + CHARACTERS_PER_MESSAGE for message in prompt.messages)
 
 
-def _encode(
-    codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int, check_count: Callable[[int], object]
-) -> list[int]:
+def _encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int) -> list[int]:
     """Raise RequestError before tokenizing if the text is far too long for `max_tokens`."""
     if isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.text, prompt.add_special_tokens
@@ -116,7 +104,7 @@ def _encode(
             param="prompt",
             code="context_length_exceeded",
         )
-    return codec.encode(text, add_special_tokens=add_special_tokens, check_count=check_count)
+    return codec.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _max_tokens(engine: Engine, prompt_tokens: int, request: CompletionRequest) -> int:

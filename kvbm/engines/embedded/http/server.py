@@ -16,7 +16,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,16 +48,14 @@ class ServerSettings:
 
 
 class Server:
-    """One engine behind one socket. `load` runs in a separate thread and returns a started engine. `helpers` run what
-    takes long; asyncio's own pool starts its threads while it serves, which can fail."""
+    """One engine behind one socket. `load` runs in a separate thread and returns a started engine."""
 
-    def __init__(self, settings: ServerSettings, load: Load, helpers: ThreadPoolExecutor | None = None) -> None:
-        self._helpers = helpers
+    def __init__(self, settings: ServerSettings, load: Load) -> None:
         self._settings = settings
         self._load = load
         self._service = Service(admin_token=os.environ.get(ADMIN_VARIABLE) or None)
         self._stop = asyncio.Event()
-        self._has_ended = threading.Event()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")
         self._started = time.monotonic()
 
     def run(self) -> int:
@@ -67,8 +64,6 @@ class Server:
 
     async def _run(self) -> int:
         self._take_signals()
-        if self._helpers is not None:
-            asyncio.get_running_loop().set_default_executor(self._helpers)
         runner = front(create_app(self._service), shutdown_timeout_s=FAREWELL_S)
         await runner.setup()
         try:
@@ -78,7 +73,7 @@ class Server:
         finally:
             await runner.cleanup()
             await self._stop_engine()
-            self._has_ended.set()
+            self._loader.shutdown(wait=False)
         if self._service.failure is not None:
             raise EngineError(f"the engine failed: {self._service.failure}")
         return 0
@@ -115,28 +110,13 @@ class Server:
         The thread lives until the server has ended. A connector's worker process sets PR_SET_PDEATHSIG, so the kernel
         kills it when the thread that started it ends.
         """
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[Served] = loop.create_future()
-
-        def call(function: Callable[[], None]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(function)
-
-        def load() -> None:
-            try:
-                result = self._load(lambda phase: call(partial(setattr, self._service, "phase", phase)))
-            except BaseException as error:
-                call(partial(_fail, loaded, error))
-            else:
-                call(partial(_succeed, loaded, result))
-            self._has_ended.wait()
-
-        threading.Thread(target=load, name="load", daemon=True).start()
+        report = partial(setattr, self._service, "phase")
+        loaded = asyncio.get_running_loop().run_in_executor(self._loader, self._load, report)
         stopped = asyncio.ensure_future(self._stop.wait())
         waited: set[asyncio.Future[Any]] = {loaded, stopped}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        if loaded.done():
+        if not loaded.cancel():
             self._service.served = loaded.result()
 
     async def _drain(self, runner: web.AppRunner) -> None:
@@ -181,13 +161,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         return
-
-
-def _fail(future: asyncio.Future[Served], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _succeed(future: asyncio.Future[Served], result: Served) -> None:
-    if not future.done():
-        future.set_result(result)

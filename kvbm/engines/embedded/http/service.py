@@ -1,4 +1,7 @@
-"""Service: the state that the HTTP endpoints share and the server changes. Only the event loop accesses it."""
+"""Service: the state that the HTTP endpoints share and the server changes.
+
+Only the event loop accesses it, except that the thread that loads the engine sets `phase`.
+"""
 
 from __future__ import annotations
 

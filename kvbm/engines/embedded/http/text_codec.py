@@ -1,17 +1,15 @@
 """TextCodec: a Hugging Face tokenizer for the server. Invalid input from a client always becomes a RequestError.
 
-It runs on the event loop; long texts are encoded in a separate thread, because encoding can take milliseconds. The
-Rust tokenizer is called directly where possible: it lets other threads run, unlike the Python class around it.
+It runs on the event loop; long texts are encoded in a separate thread, because encoding can take milliseconds.
 Without a tokenizer in the model directory, the server accepts and returns token ids only.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.engines.embedded.engine.tokenizer import letters_of_bytes
 from kvbm.engines.embedded.http.openai_requests import ChatPrompt
 from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.engines.embedded.http.text_stream import REPLACEMENT
@@ -20,7 +18,6 @@ from kvbm.text.outside import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENCODING = ("encode", "_encode_plus", "set_truncation_and_padding")
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -30,28 +27,21 @@ class TextCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._encodes_directly = self._backend is not None and _is_plain(tokenizer)
+        self._bytes_of_letters: dict[str, int] = {}
         if tokenizer is not None:
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
             tokenizer.encode("")  # sets the options of the Rust tokenizer: no truncation, no padding
-        self._bytes_of_letters = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
+            self._bytes_of_letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
     @property
     def has_text(self) -> bool:
         return self._tokenizer is not None
 
-    def encode(
-        self, text: str, *, add_special_tokens: bool, check_count: Callable[[int], object] = lambda count: None
-    ) -> list[int]:
-        """Return the token ids, after `check_count` has got their number, which may raise."""
-        tokenizer = self._require("prompt")
-        token_ids: list[int]
-        if self._encodes_directly and self._backend is not None:
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            check_count(len(encoding))
-            token_ids = encoding.ids
-        else:
-            token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            check_count(len(token_ids))
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        token_ids: list[int] = self._require("prompt").encode(
+            text, add_special_tokens=add_special_tokens, verbose=False
+        )
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -112,10 +102,3 @@ class TextCodec:
         if self._tokenizer is None:
             raise RequestError("the model has no tokenizer: send token ids as `prompt` to /v1/completions", param=param)
         return self._tokenizer
-
-
-def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its Python class adds nothing to the Rust tokenizer when it encodes a text."""
-    from transformers import PreTrainedTokenizerFast
-
-    return all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name, None) for name in ENCODING)
