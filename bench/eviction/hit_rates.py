@@ -52,7 +52,7 @@ Request = tuple[float, tuple[int, ...]]  # when, and the hash ids
 
 def read(path: Path) -> Workload:
     trace = collect(TraceReader(path, TraceFormat(BLOCK_TOKENS)))
-    return trace.tree, [TimedUse(launch_ms / 1000, use) for launch_ms, use in trace.in_order()]
+    return trace.tree, trace.timed_uses()
 
 
 def made(requests: Sequence[Request]) -> Workload:

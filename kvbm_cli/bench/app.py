@@ -39,8 +39,10 @@ ModelOption = Annotated[
 BytesPerTokenOption = Annotated[
     str | None, option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
 ]
-BlockTokensOption = Annotated[int, option("--block-tokens", "N", "Tokens of a block that a hash id names.")]
-TimeScaleOption = Annotated[float, option("--time-scale", "X", "Factor on all times of the trace.")]
+BlockTokensOption = Annotated[
+    int, option("--block-tokens", "N", "Tokens of a block that a hash id names.", min=1, max=65536)
+]
+TimeScaleOption = Annotated[float, option("--time-scale", "X", "Factor on all times of the trace.", min=1e-6, max=1e6)]
 ColumnsOption = Annotated[
     list[str] | None, option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated.")
 ]

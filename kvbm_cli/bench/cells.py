@@ -48,12 +48,8 @@ class Overrides:
             changes |= {"interval_s": 1 / self.rate, "ramp_to_s": ramp_to_s, "concurrency": None}
         if self.concurrency is not None:
             changes |= {"interval_s": None, "ramp_to_s": None, "concurrency": self.concurrency}
-        if self.duration_s is not None:
-            changes["duration_s"] = self.duration_s
-        if self.pairs is not None:
-            changes["pairs"] = self.pairs
-        if self.burstiness is not None:
-            changes["burstiness"] = self.burstiness
+        others = {"duration_s": self.duration_s, "pairs": self.pairs, "burstiness": self.burstiness}
+        changes |= {name: value for name, value in others.items() if value is not None}
         if self.ramp_to is not None and isinstance(workload, Lmbenchmark):
             raise UsageError(f"`--ramp-to` does not apply to `{workload.name}`: LMBenchmark has one rate")
         schedule = workload.schedule.model_copy(update=changes)

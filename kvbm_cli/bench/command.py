@@ -174,8 +174,8 @@ def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
 
 def _planned_g1(directory: Path) -> int | None:
     """Return what the interrupted benchmark planned with: the next start may report a few blocks more."""
-    cells = Results.read(BenchDirectory.open(directory)).cells
-    return next((cell.definition.get("g1_tokens") for cell in cells), None)
+    cells = Results.read(BenchDirectory.open(directory)).plan["cells"]
+    return next((cell.get("g1_tokens") for cell in cells), None)
 
 
 def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
@@ -341,12 +341,11 @@ def report_limit(directory: BenchDirectory, *, as_json: bool) -> int:
 
 def write_replay(file: Path, results: Results) -> None:
     """Write the requests of the only cell as a trace. UsageError if there are several, or the file exists."""
-    plans = [cell.plan for cell in results.cells if cell.plan is not None]
-    if len(plans) != 1 or len(results.cells) != 1:
+    if len(results.plan["cells"]) != 1 or len(results.cells) != 1:
         raise UsageError(
             "`--replay` writes the requests of one workload at one load and pressure, and there are others"
         )
-    write_new(file, "".join(replay_lines(plans[0])))
+    write_new(file, "".join(replay_lines(results.cells[0].plan)))
 
 
 def print_summary(summary: dict[str, Any], path: Path, *, as_json: bool) -> None:

@@ -20,7 +20,7 @@ from kvbm_cli.bench.judge.correctness import OutputDifference, compare_answers, 
 from kvbm_cli.bench.judge.paired import PairedRatio, direction, paired_ratio
 from kvbm_cli.bench.judge.verdict import Verdict, worst_of
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory
-from kvbm_cli.bench.result.results import CellResult, Results, percentile, rounded
+from kvbm_cli.bench.result.results import CellResult, Results, rounded
 from kvbm_cli.terminal.console import print_json
 from kvbm_cli.terminal.printable import printable
 
@@ -127,9 +127,7 @@ def _require_like(one: Experiment, other: Experiment) -> None:
             raise UsageError(f"{refused}: {lacks.path} has no run of {_quoted(missing)}")
     if not one.cells:
         raise UsageError(f"{refused}: no run has ended")
-    for name, cell in one.cells.items():
-        if cell.digest is None or other.cells[name].digest is None:
-            raise UsageError(f"{refused}: the requests of `{name}` follow the answers, so they differ each time")
+    for name in one.cells:
         theirs = other.digests(name)
         if any(theirs.get(file, digest) != digest for file, digest in one.digests(name).items()):
             raise UsageError(
@@ -169,13 +167,7 @@ def _change(cell: CellResult, second: CellResult, arm: str) -> ArmChange:
     ratio = paired_ratio(pairs_of(cell, cell.of_arm(arm), second.of_arm(arm)))
     others = {run.pair: answers_in(run) for run in second.of_arm(arm)}
     answers = pooled(compare_answers(answers_in(run), others.get(run.pair, {})) for run in cell.of_arm(arm))
-    return ArmChange(cell.name, arm, ratio, (_median_ms(cell, arm), _median_ms(second, arm)), answers)
-
-
-def _median_ms(cell: CellResult, arm: str) -> float | None:
-    records = [record for run in cell.of_arm(arm) for record in cell.primary_records(run)]
-    times = [time for record in records if (time := record.ttft_ms) is not None]
-    return percentile(times, 50) if times else None
+    return ArmChange(cell.name, arm, ratio, (cell.median_ms(arm), second.median_ms(arm)), answers)
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -317,27 +317,28 @@ def _profile_digest(arm: Arm) -> str:
 
 
 def planned_runs(results: Results) -> list[str]:
-    return [run for cell in results.cells for _, run in _order(cell) if run not in results.left_out]
+    return [run for cell in results.plan["cells"] for _, run in _order(cell) if run not in results.left_out]
 
 
 def missing_runs(results: Results) -> list[str]:
     """Planned runs without a result, except those that a tight interval made superfluous."""
-    return [run for cell in results.cells for run in _missing(results, cell)]
+    found = {cell.name: cell for cell in results.cells}
+    return [run for one in results.plan["cells"] for run in _missing(results, one, found.get(one["name"]))]
 
 
-def _missing(results: Results, cell: CellResult) -> list[str]:
-    done = {*results.left_out, *(run.run for run in cell.runs)}
-    missing = [(pair, run) for pair, run in _order(cell) if run not in done]
+def _missing(results: Results, definition: Mapping[str, Any], cell: CellResult | None) -> list[str]:
+    done = {*results.left_out, *(run.run for run in (cell.runs if cell else ()))}
+    missing = [(pair, run) for pair, run in _order(definition) if run not in done]
     first = min((pair for pair, _ in missing), default=None)
-    if first is not None and first == cell.pairs_done + 1 > SMALLEST_PAIRS and _is_tight(results, cell):
+    if first is not None and cell and first == cell.pairs_done + 1 > SMALLEST_PAIRS and _is_tight(results, cell):
         return []
     return [run for _, run in missing]
 
 
-def _order(cell: CellResult) -> list[tuple[int, str]]:
-    """Return the pair and the name of every run, as `kvbm bench` makes them."""
-    order = cell.definition["order"]
-    return [(group["pair"], run_name(cell.name, group["pair"], arm)) for group in order for arm in group["arms"]]
+def _order(definition: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Return the pair and the name of every run of a cell, as `kvbm bench` makes them."""
+    name, order = definition["name"], definition["order"]
+    return [(group["pair"], run_name(name, group["pair"], arm)) for group in order for arm in group["arms"]]
 
 
 def _is_tight(results: Results, cell: CellResult) -> bool:

@@ -15,10 +15,19 @@ from kvbm_cli.bench.judge.answers import ArmAnswers, answers_of
 from kvbm_cli.bench.judge.compared import Compared, compare, utilisation_of
 from kvbm_cli.bench.judge.paired import spread
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
-from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
-from kvbm_cli.bench.result.cost import cost_of, output_tokens, span_s
+from kvbm_cli.bench.result.arm_result import wilson_interval
+from kvbm_cli.bench.result.cost import cost_of, span_s
 from kvbm_cli.bench.result.directory import FORMAT, run_name
-from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results, rounded, sum_if_known
+from kvbm_cli.bench.result.results import (
+    TIERS,
+    CellResult,
+    Measurement,
+    RequestRecord,
+    Results,
+    rounded,
+    sum_if_known,
+    tokens_by_source,
+)
 from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
 from kvbm_cli.bench.why.tiers import small_g2
 from kvbm_cli.bench.why.why_not import why_not
@@ -146,17 +155,17 @@ def _cell(
     causes = [why_not(one) for one in facts]
     return {
         **definition,
-        "working_set_tokens": plan.working_set_tokens if plan else None,
+        "working_set_tokens": plan.working_set_tokens,
         "plan": {
             "digest": cell.digest,
-            "requests": len(plan.requests) if plan else None,
-            "sessions": plan.session_count if plan else None,
-            "turns": plan.turns if plan else None,
-            "duration_s": plan.duration_s if plan else None,
-            "interval_s": plan.launches.interval_s if plan else None,
-            "ramp_to_s": plan.launches.ramp_to_s if plan else None,
-            "burstiness": plan.launches.burstiness if plan else None,
-            "concurrency": plan.launches.concurrency if plan else None,
+            "requests": len(plan.requests),
+            "sessions": plan.session_count,
+            "turns": plan.turns,
+            "duration_s": plan.duration_s,
+            "interval_s": plan.launches.interval_s,
+            "ramp_to_s": plan.launches.ramp_to_s,
+            "burstiness": plan.launches.burstiness,
+            "concurrency": plan.launches.concurrency,
             "primary": cell.primary,
         },
         "pairs_done": cell.pairs_done,
@@ -176,18 +185,16 @@ def _cell(
 
 
 def _notes(results: Results, cell: CellResult) -> list[str]:
-    """Return what the runs noticed: LMBenchmark's schedule, gaps in the engine's metrics, and prompts of text."""
+    """Return what the runs noticed: gaps in the engine's metrics, arms that were left out, and prompts of text."""
     found = []
     for run in cell.runs:
         found += [f"{run.run}: {note}" for note in (*run.facts.get("notes", ()), *run.server.get("caveats", ()))]
     floors = [run_name(cell.name, pair, str(results.plan["floor"])) for pair in range(1, cell.definition["pairs"] + 1)]
     found += dict.fromkeys(results.left_out[run] for run in floors if run in results.left_out)
-    if cell.plan is None:
-        found.append("histories are live answers, so the arms may have sent different prompts after the first turn")
     are_launched = all(arm["kind"] != "url" for arm in results.arms.values())
-    if cell.plan is not None and cell.plan.warmup.roles:
+    if cell.plan.warmup.roles:
         found.append("prompts were messages of about the given lengths, to which the template of the model adds tokens")
-    elif are_launched and cell.plan is not None and isinstance(cell.plan.warmup.prompt, str):
+    elif are_launched and isinstance(cell.plan.warmup.prompt, str):
         found.append(
             "prompts were text of about the given lengths: the server counts no tokens, and this machine lacks "
             "`tokenizer.json` of the model, or the library `tokenizers`"
@@ -208,7 +215,7 @@ def arm_summary(cell: CellResult, arm: str, prices: Mapping[str, float] | None) 
     runs = cell.of_arm(arm)
     records = [record for run in runs for record in run.records]
     answered = [record for record in records if record.is_ok]
-    by_usage = _tokens(answered)
+    by_usage = tokens_by_source(answered)
     by_server = _server_tokens(runs)
     return {
         "runs": [run.run for run in runs],
@@ -249,7 +256,7 @@ def _turn(turn: int, records: Sequence[RequestRecord]) -> dict[str, Any]:
         "requests": len(of_turn),
         "errors": len(of_turn) - len(answered),
         **_times(answered),
-        "prompt_tokens": _tokens(answered),
+        "prompt_tokens": tokens_by_source(answered),
     }
 
 
@@ -267,24 +274,8 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
-    """Prompt tokens by source, from the usage of the answers; `None` if an answer does not report one."""
-    return {
-        "g1": sum_if_known(record.g1_tokens for record in records),
-        "g2": sum_if_known(record.g2_tokens for record in records),
-        "g3": sum_if_known(record.g3_tokens for record in records),
-        "g4": sum_if_known(_g4_tokens(record) for record in records),
-        "computed": sum_if_known(record.computed_tokens for record in records),
-    }
-
-
-def _g4_tokens(record: RequestRecord) -> int | None:
-    """Return the tokens from G4. Records of earlier versions have no such number."""
-    return None if record.g3_tokens is None else record.g4_tokens or 0
-
-
 def _server_tokens(runs: Sequence[Measurement]) -> dict[str, int | None] | None:
-    """Return the same from the engine's counters; `None` if a run has none."""
+    """Return prompt tokens by source from the engine's counters; `None` if a run has none."""
     found = [run.server.get("prompt_tokens") for run in runs]
     if not all(found):
         return None
@@ -298,28 +289,26 @@ def _throughput(run: Measurement) -> dict[str, float | None]:
     amounts = {
         "requests_per_s": len(answered),
         "prompt_tokens_per_s": sum(_known(record.prompt_tokens for record in answered)),
-        "output_tokens_per_s": sum(map(output_tokens, answered)),
+        "output_tokens_per_s": sum(record.answer_token_count for record in answered),
     }
     return {name: amount / duration_s if duration_s else None for name, amount in amounts.items()}
 
 
 def _goodput(cell: CellResult, runs: Sequence[Measurement]) -> dict[str, Any] | None:
-    text = cell.definition["workload"].get("slo")
-    if text is None:
+    """Return the share of all requests, failed ones included, that met the limits of the workload.
+
+    The interval takes requests as independent, so it is too narrow if slow requests come in bursts.
+    """
+    records = [record for run in runs for record in run.records]
+    if cell.slo is None or not records:
         return None
-    times = [
-        RequestTimes(record.ttft_ms, record.tpot_ms, record.end_to_end_ms if record.is_ok else None)
-        for run in runs
-        for record in run.records
-    ]
-    found = goodput(times, Slo.parse(text), sum(run.facts["duration_s"] for run in runs))
-    if found is None:
-        return None
+    good = sum(cell.slo.is_met(one.ttft_ms, one.tpot_ms, one.end_to_end_ms) for one in records if one.is_ok)
+    duration_s = sum(run.facts["duration_s"] for run in runs)
     return {
-        "slo": text,
-        "share": found.share,
-        "interval_95": [found.low, found.high],
-        "requests_per_s": found.requests_per_s,
+        "slo": cell.definition["workload"]["slo"],
+        "share": good / len(records),
+        "interval_95": list(wilson_interval(good, len(records))),
+        "requests_per_s": good / duration_s if duration_s > 0 else None,
     }
 
 

@@ -68,18 +68,15 @@ def release(file: BinaryIO) -> None:
 
 def claims() -> list[MemoryClaim]:
     """Return the claims of all starting engines, and remove those of this user that a killed launcher left."""
-    return list(_claims())
-
-
-def _claims() -> Iterator[MemoryClaim]:
+    found = []
     with contextlib.suppress(OSError):
         for path in sorted(DIRECTORY.glob(f"{PREFIX}*")):
             if is_locked(path):
-                if (claim := _read(path)) is not None:
-                    yield claim
+                found += [claim] if (claim := _read(path)) is not None else []
                 continue
             with contextlib.suppress(OSError):
                 path.unlink()
+    return found
 
 
 def _read(path: Path) -> MemoryClaim | None:

@@ -20,8 +20,8 @@ NUMBERS = {  # by option, or else by metavar
     "--concurrency": "a whole number of sessions from 1 to 100000, such as `8`",
     "--duration": f"a number of seconds above 0, up to {MAX_SECONDS}, such as `30`",
     "--pairs": "a whole number from 1 to 100, such as `3`",
-    "--time-scale": "a number, such as `0.5`",
-    "--block-tokens": "a whole number, such as `512`",
+    "--time-scale": "a number from 0.000001 to 1000000, such as `0.5`",
+    "--block-tokens": "a whole number from 1 to 65536, such as `512`",
 }
 INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
 NEAR = 0.7

@@ -74,7 +74,9 @@ def made(
         "floor": "floor" if "floor" in names else None,
         "arms": {name: {"kind": ARMS[name][0], "differences": ARMS[name][1]} for name in names},
     }
-    cell = CellResult({"name": "cell"}, made_plan(is_recorded=is_recorded), "digest", tuple(runs), are_pairs_equal)
+    cell = CellResult(
+        {"name": "cell", "workload": {}}, made_plan(is_recorded=is_recorded), "digest", tuple(runs), are_pairs_equal
+    )
     return Results(plan, (cell,))
 
 
@@ -126,12 +128,12 @@ def test_transfers_are_proven_by_usage_metrics_or_counters(server, g2, tokens, b
     for run in runs:
         run.facts["server"].update(server)
     transfers = transfers_of(runs)
-    assert (transfers.g2_tokens, transfers.g3_tokens, transfers.onboarded_blocks) == (tokens, 0, blocks)
+    assert (transfers.loaded_tokens, transfers.onboarded_blocks) == (tokens, blocks)
     assert transfers.are_proven is bool(tokens or blocks)
     assert has_counters(runs) is known
 
 
-MOVED = Transfers(g2_tokens=4096)
+MOVED = Transfers(loaded_tokens=4096)
 
 
 def answer(*token_ids: int, logprobs: tuple[float, ...] = ()) -> Answer:
@@ -250,8 +252,7 @@ LATE, EARLY = outputs(60, 20, position=40), outputs(60, 20, position=0)
         (EARLY, LATE, MOVED, "wrong"),
         # Without a transfer nothing was tested, but a changed answer is wrong.
         (outputs(60, 0), outputs(60, 0), Transfers(), "not tested"),
-        (outputs(60, 0), outputs(60, 0), Transfers(g2_tokens=16), "equal"),
-        (outputs(60, 0), outputs(60, 0), Transfers(g3_tokens=16), "equal"),
+        (outputs(60, 0), outputs(60, 0), Transfers(loaded_tokens=16), "equal"),
         (outputs(60, 0), outputs(60, 0), Transfers(onboarded_blocks=1), "equal"),
         (outputs(60, 1), outputs(60, 0), Transfers(), "wrong"),
     ],

@@ -34,7 +34,7 @@ from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
 from kvbm_cli.bench.command import BenchRequest
 from kvbm_cli.bench.result.results import RequestRecord
-from kvbm_cli.bench.show.terminal import BenchProgress, duration
+from kvbm_cli.bench.show.terminal import BenchProgress
 
 fast = pytest.mark.usefixtures("without_sampler")
 
@@ -264,7 +264,7 @@ def test_elsewhere_than_on_a_terminal_a_phase_is_a_line(capsys):
         progress.phase("recording: starting the engine")
         progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
         progress.request_ended(record(12.0))
-    assert capsys.readouterr().err == "recording: starting the engine\nkvbm: 24 requests (1 min 30 s left)\n"
+    assert capsys.readouterr().err == "recording: starting the engine\nkvbm: 24 requests (90 s left)\n"
 
 
 def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monkeypatch):
@@ -275,7 +275,7 @@ def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monk
         progress.request_ended(record(None, "HTTP 503"))
         wait_for_refreshes(terminal)
     text = terminal.getvalue()
-    assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token: kvbm 12 ms · 1 min" in text
+    assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token: kvbm 12 ms · " in text
     assert " left" in text
 
 
@@ -312,8 +312,3 @@ def test_time_left_shrinks_and_never_falls_below_what_comes_after_the_phase():
         assert progress.left_s() == 30.0
         progress.phase("x", expected_s=100.0, remaining_s=30.0)
         assert 129.0 < progress.left_s() <= 130.0
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (185, "3 min 05 s")])
-def test_durations_are_short(seconds, text):
-    assert duration(seconds) == text

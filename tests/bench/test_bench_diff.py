@@ -105,7 +105,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "different requests of a later pair": ({"second_digest": "1"}, {"second_digest": "2"}),
     "a cell of the first side only": ({"workloads": TWO}, {"workloads": TWO, "last_run": "one.1.floor"}),
     "a cell of the second side only": ({"workloads": TWO, "last_run": "one.1.floor"}, {"workloads": TWO}),
-    "requests that follow the answers": (damage("cells/small/plan.json", None), {}),
+    "a cell without its plan": (damage("cells/small/plan.json", None), {}),
     "no arm in common": ({"times": {"floor": None, "baseline": None}}, {"times": {"kvbm": None, "baseline": None}}),
     "nothing that has ended": (damage("runs.jsonl", ""), damage("runs.jsonl", "")),
     "a missing summary": (damage("summary.json", None), {}),

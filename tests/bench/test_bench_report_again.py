@@ -105,18 +105,6 @@ def test_report(tmp_path, capsys, monkeypatch, name):
     assert ((path / SUMMARY).read_bytes(), json.loads(capsys.readouterr().out)) == (before, summary)
 
 
-def test_a_result_of_an_earlier_version_with_the_schedule_of_lmbenchmark_is_shown(tmp_path, capsys):
-    path = made(tmp_path / "a")
-    plan = json.loads((path / "plan.json").read_text())
-    plan["cells"][0]["workload"] |= {"kind": "lmbenchmark", "scenario": "long", "mode": "faithful"}
-    (path / "plan.json").write_text(json.dumps(plan))
-    (path / "cells/small/plan.json").unlink()
-    command.report(path, as_json=False)
-    assert "small: LMBenchmark's scenario long, as LMBenchmark runs it" in capsys.readouterr().out
-    assert json.loads((path / SUMMARY).read_text())["cells"][0]["workload"]["mode"] == "faithful"
-    assert {file.suffix for file in path.glob("exports/*/*/*")} == {".json"}
-
-
 @pytest.mark.parametrize("launches", [Launches(interval_s=0.5, burstiness=1), Launches(concurrency=2, think_s=1.5)])
 def test_a_trace_of_the_requests_replays_the_same_bodies_at_the_same_times(tmp_path, capsys, launches):
     path, file = made(tmp_path / "a", launches=launches), tmp_path / "t.jsonl"

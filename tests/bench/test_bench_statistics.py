@@ -254,41 +254,43 @@ def model_of(samples: list[PromptTime]) -> TtftModel:
 def test_costs_are_found_again():
     model = model_of(requests())
     assert (model.base_ms, model.load_ms) == pytest.approx((8, 12))
-    assert model.computed_ms_per_token == pytest.approx(0.1)
-    assert (model.g2_ms_per_token, model.g3_ms_per_token) == pytest.approx((0.01, 0.03))
+    assert model.ms_per_token["computed"] == pytest.approx(0.1)
+    assert (model.ms_per_token["g2"], model.ms_per_token["g3"]) == pytest.approx((0.01, 0.03))
     assert model.explained == pytest.approx(1)
-    assert model.g2_break_even_tokens == pytest.approx(12 / 0.09)
-    assert model.g3_break_even_tokens == pytest.approx(12 / 0.07)
+    assert model.break_even_tokens("g2") == pytest.approx(12 / 0.09)
+    assert model.break_even_tokens("g3") == pytest.approx(12 / 0.07)
 
 
 def test_costs_are_found_through_noise():
     model = model_of(requests(600, noise_ms=20))
-    assert model.computed_ms_per_token == pytest.approx(0.1, rel=0.1)
-    assert model.g2_ms_per_token == pytest.approx(0.01, rel=0.4)
+    assert model.ms_per_token["computed"] == pytest.approx(0.1, rel=0.1)
+    assert model.ms_per_token["g2"] == pytest.approx(0.01, rel=0.4)
     assert 0.9 < model.explained < 1
 
 
 def test_no_cost_is_negative():
     """Loads that take no time, with noise: plain least squares gives a negative cost for some seeds."""
     models = [model_of(requests(100, noise_ms=30, load_ms=0.0, seed=seed)) for seed in range(20)]
-    assert all(min(m.base_ms, m.load_ms or 0, m.g2_ms_per_token or 0, m.g3_ms_per_token or 0) >= 0 for m in models)
+    assert all(
+        min(m.base_ms, m.load_ms or 0, m.ms_per_token["g2"] or 0, m.ms_per_token["g3"] or 0) >= 0 for m in models
+    )
     assert any(model.load_ms == 0 for model in models)
 
 
 def test_order_does_not_matter():
     samples = requests(noise_ms=5)
-    assert model_of(samples).g2_ms_per_token == pytest.approx(model_of(samples[::-1]).g2_ms_per_token)
+    assert model_of(samples).ms_per_token["g2"] == pytest.approx(model_of(samples[::-1]).ms_per_token["g2"])
 
 
 def test_what_no_request_shows_has_no_cost():
     without_g3 = requests(300, g3=False)
     model = model_of(without_g3)
-    assert (model.g3_ms_per_token, model.g3_break_even_tokens) == (None, None)
-    assert model.g2_ms_per_token == pytest.approx(0.01)
+    assert (model.ms_per_token["g3"], model.break_even_tokens("g3")) == (None, None)
+    assert model.ms_per_token["g2"] == pytest.approx(0.01)
     slow = [PromptTime(one.ttft_ms + 0.2 * one.g2_tokens, one.computed_tokens, one.g2_tokens, 0) for one in without_g3]
-    assert model_of(slow).g2_break_even_tokens is None, "loading is slower than computing"
+    assert model_of(slow).break_even_tokens("g2") is None, "loading is slower than computing"
     model = model_of([one for one in without_g3 if one.g2_tokens])
-    assert (model.load_ms, model.g2_break_even_tokens) == (None, None), "every request loads something"
+    assert (model.load_ms, model.break_even_tokens("g2")) == (None, None), "every request loads something"
     assert model.base_ms == pytest.approx(20)
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 from bench_rig import WORKLOAD
-from experiments import FASTER, Experiment, Turns, rewrite_lines, summary_in
-from hypothesis import given
-from hypothesis import strategies as st
+from experiments import FASTER, SIX, Experiment, Turns, in_turn, rewrite_lines, summary_in
 from rich.console import Console
 from terminal import assert_entry
 
@@ -22,12 +20,12 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import caveats_of
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary
+from kvbm_cli.bench.workload.slo import Slo
 from kvbm_cli.system.machine import usable_cpu_count
 
 
@@ -271,64 +269,24 @@ def test_a_busy_machine_is_named_above_one_thread_per_core(load):
     assert caveats() == [EMBEDDED, f"the machine was busy: load {cores + 0.5:.1f} on {cores} cores"]
 
 
-@pytest.mark.parametrize(
-    ("text", "slo"),
-    [
-        ("ttft:500", Slo(ttft_ms=500)),
-        ("ttft:500,tpot:50", Slo(ttft_ms=500, tpot_ms=50)),
-        (" e2e: 3000 , ttft: 0.5 ", Slo(ttft_ms=0.5, e2e_ms=3000)),
-    ],
-)
-def test_slo_is_read_from_text(text, slo):
-    assert Slo.parse(text) == slo
+def test_goodput_is_the_share_of_all_requests_that_meet_the_limits():
+    cell = Cell("small", in_turn(SIX.model_copy(update={"slo": "ttft:150"})))
+    made = Experiment(FASTER, [cell])
+    arms = made.summary()["cells"][0]["arms"]
+    assert {name: arm["goodput"]["share"] for name, arm in arms.items()} == {"baseline": 0, "kvbm": 0.5, "floor": 0.5}
+    made.runs["small.1.kvbm"].records[-1].error = "lost"
+    assert made.summary()["cells"][0]["arms"]["kvbm"]["goodput"] == {
+        "slo": "ttft:150",
+        "share": round(5 / 12, 4),
+        "interval_95": [0.1933, 0.6805],
+        "requests_per_s": round(5 / 12, 4),
+    }
 
 
-@given(st.builds(Slo, *[st.integers(1, 99999)] * 3))
-def test_slo_reads_what_it_writes(slo):
-    assert Slo.parse(str(slo)) == slo
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "'' is not a limit"),
-        ("ttft", "'ttft' is not a limit"),
-        ("ttft:500,", "'' is not a limit"),
-        ("itl:5", "'itl:5' is not a limit"),
-        ("ttft:fast", "`ttft` is 'fast', which is not a number of milliseconds"),
-        ("ttft:0", "`ttft` is 0, but it must be more than 0 ms"),
-        ("ttft:-5", "more than 0 ms"),
-        ("ttft:nan", "more than 0 ms"),
-        ("ttft:inf", "more than 0 ms"),
-        ("ttft:1,ttft:2", "`ttft` is given twice"),
-    ],
-)
-def test_a_wrong_slo_is_the_users_mistake(text, words):
-    with pytest.raises(UsageError) as caught:
-        Slo.parse(text)
-    assert words in caught.value.message
-    assert caught.value.hint is not None
-
-
-def test_goodput_counts_requests_that_meet_all_limits():
-    requests = [
-        RequestTimes(400, 40, 1000),
-        RequestTimes(600, 40, 1000),
-        RequestTimes(400, 60, 1000),
-        RequestTimes(400, None, 400),  # one token
-        RequestTimes(None, None, None),  # failed
-    ]
-    found = goodput(requests, Slo(ttft_ms=500, tpot_ms=50), duration_s=4)
-    assert (found.good_count, found.request_count, found.share, found.requests_per_s) == (2, 5, 0.4, 0.5)
-    assert (found.low, found.high) == pytest.approx((0.1176, 0.7693), abs=1e-4)
-
-
-def test_a_request_that_failed_after_its_first_token_is_not_good():
-    found = goodput([RequestTimes(10, 5, None)], Slo(ttft_ms=500), duration_s=1)
-    assert found.good_count == 0
-
-
-def test_goodput_of_nothing_is_nothing():
-    assert goodput([], Slo(ttft_ms=500), duration_s=1) is None
-    found = goodput([RequestTimes(10, 5, 20)], Slo(e2e_ms=500), duration_s=0)
-    assert found.requests_per_s is None
+def test_a_good_request_meets_all_limits():
+    slo = Slo.parse("e2e:3000,ttft:500,tpot:50.5")
+    assert slo == Slo(ttft_ms=500, tpot_ms=50.5, e2e_ms=3000)
+    assert slo.is_met(500, 50.5, 3000)
+    assert slo.is_met(400, None, 400), "an answer of one token"
+    assert not any(slo.is_met(*times) for times in ((600, 40, 1000), (400, 60, 1000), (400, 40, 3001)))
+    assert not any(Slo(tpot_ms=1).is_met(*times) for times in ((None, None, None), (10, None, None))), "failed requests"

@@ -36,7 +36,9 @@ def outputs(
         return OutputDifference(24, tuple(AnswerDifference((one, 2), 3) for one in range(count)), probability)
 
     return judge_outputs(
-        difference(different, logprob), {"small.1.baseline": difference(without, 1e-6)}, Transfers(g2_tokens=transfers)
+        difference(different, logprob),
+        {"small.1.baseline": difference(without, 1e-6)},
+        Transfers(loaded_tokens=transfers),
     )
 
 

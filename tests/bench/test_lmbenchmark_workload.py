@@ -1,10 +1,7 @@
-"""From a workload file to what runs, and from a ShareGPT data set to transcripts."""
+"""From a workload of kind `lmbenchmark` to what runs, and its files."""
 
 import json
-import os
-import random
 import re
-import subprocess
 from dataclasses import astuple
 from pathlib import Path
 
@@ -16,8 +13,7 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.agentic import read_agent_trace
 from kvbm_cli.bench.lmbenchmark.of_workload import strict_workload
 from kvbm_cli.bench.lmbenchmark.presets import PRESETS
-from kvbm_cli.bench.lmbenchmark.sharegpt import main as program
-from kvbm_cli.bench.lmbenchmark.sharegpt import prepare_sharegpt, read_transcripts
+from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.schema import Lmbenchmark
 
@@ -71,87 +67,12 @@ def test_keys_that_a_scenario_does_not_have_are_refused(keys, message):
         workload(**keys)
 
 
-def conversation(name, rounds):
-    messages = []
-    for number in range(rounds):
-        messages += [
-            {"from": "human", "value": f"{name} asks {number} "},
-            {"from": "gpt", "value": "word " * (number + 1)},
-        ]
-    return {"conversations": messages}
-
-
-def words(text):
-    return len(text.split())
-
-
-def test_the_prepared_file_has_all_rounds_from_the_first_one(tmp_path):
-    repeated = {"conversations": [{"from": "human", "value": "a"}] * 20}
-    unanswered = conversation("b", 5)
-    unanswered["conversations"].pop()
-    data_set = tmp_path / "data.json"
-    data_set.write_text(json.dumps([conversation("a", 6), repeated, conversation("short", 4), unanswered]))
-    file = prepare_sharegpt(data_set, tmp_path, words)
-    run = json.loads(file.read_text())
-    assert [one["output_length"] for one in run] == [3, 3, 4, 4, 5, 20, 6]
-    assert run[2]["input"] == "a asks 0 \nword \na asks 1 \nword word \na asks 2 \nword word word \na asks 3"
-    assert [(one.session, one.turn) for one in read_transcripts(file)] == [
-        *((0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3), (0, 4))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "the data set `.*data.json` does not exist"),
-        ("[{}]", "this is not a ShareGPT data set: KeyError: 'conversations'"),
-        ("{", "data.json:1: not JSON"),
-        (json.dumps([conversation("a", 2)]), "no conversation has at least 5 rounds"),
-    ],
-)
-def test_unusable_data_sets_are_refused(tmp_path, text, message):
-    data_set = tmp_path / "data.json"
-    if text is not None:
-        data_set.write_text(text)
-    with pytest.raises(UsageError, match=message):
-        prepare_sharegpt(data_set, tmp_path, words)
-
-
-@pytest.mark.soak
-@pytest.mark.skipif("KVBM_LMBENCHMARK" not in os.environ, reason="KVBM_LMBENCHMARK is not set")
-def test_the_prepared_file_equals_that_of_lmbenchmark(tmp_path):
-    """LMBenchmark's scripts read ShareGPT.json, which has the numbers of tokens."""
-    dice = random.Random(1)
-    data = [conversation(f"user {number}", dice.randint(1, 9)) for number in range(60)]
-    for entry in data:
-        del entry["conversations"][len(entry["conversations"]) - dice.randint(0, 1) :]
-    data_set = tmp_path / "data.json"
-    data_set.write_text(json.dumps(data))
-    ours = json.loads(prepare_sharegpt(data_set, tmp_path, words, limit=50).read_text())
-    for entry in data:
-        for message in entry["conversations"]:
-            if message["from"] == "gpt":
-                message["num_tokens"] = words(message["value"])
-    (tmp_path / "ShareGPT.json").write_text(json.dumps(data))
-    scripts = Path(os.environ["KVBM_LMBENCHMARK"]) / "sharegpt"
-    for script, *arguments in (
-        ("concat_input.py", "--limit", "50"),
-        ("prepare_run_dataset.py", "--min_rounds", "5", "--start_round", "3"),
-    ):
-        command = [os.environ["KVBM_LMBENCHMARK_PYTHON"], str(scripts / script), *arguments]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    assert len(ours) > 50
-    assert ours == json.loads((tmp_path / "run.json").read_text())
-
-
-def test_the_preparation_is_a_program(tmp_path, capsys):
-    data_set = tmp_path / "data.json"
-    data_set.write_text(json.dumps([conversation("a", 6)]))
-    assert program([str(data_set), str(tmp_path / "made")]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "made" / "run.json")]
-    assert program([str(tmp_path / "missing.json"), str(tmp_path)]) == 2
-    assert "does not exist" in capsys.readouterr().err
-    assert program([]) == 2
+def test_a_transcript_continues_the_longest_one_that_it_begins_with(tmp_path):
+    file = tmp_path / "run.json"
+    texts = ["a", "b", "a and", "b or", "a", "a and so"]
+    file.write_text(json.dumps([{"input": text, "output_length": 3} for text in texts]))
+    turns = [(one.session, one.turn) for one in read_transcripts(file)]
+    assert turns == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (0, 3)]
 
 
 def test_the_page_lists_the_presets():

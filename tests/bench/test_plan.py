@@ -11,7 +11,7 @@ from trace_pages import HEAD
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
 from kvbm_cli.bench.trace.analysis import collect
-from kvbm_cli.bench.trace.hit_rates import Sample, TimedUse, hit_curve, hit_rate
+from kvbm_cli.bench.trace.hit_rates import Sample, hit_curve, hit_rate
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
 from kvbm_cli.plan import advice, command
@@ -36,7 +36,7 @@ def test_the_curve_of_bench_trace_is_the_one_of_the_simulator():
 
 def test_a_sample_is_bounded_and_close():
     trace = collect(TraceReader(HEAD, TraceFormat()))
-    uses = [TimedUse(launch_ms / 1000, use) for launch_ms, use in trace.in_order()]
+    uses = trace.timed_uses()
     exact = Sample(trace.tree, len(trace.tree))
     sample = Sample(trace.tree, 3000)
     assert sample.block_count == 3000

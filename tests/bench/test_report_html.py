@@ -127,7 +127,11 @@ def test_page_loads_nothing(sample):
 def test_names_from_data_are_text_everywhere(small):
     for file in ("plan.json", "summary.json", "requests.jsonl", "runs.jsonl"):
         content = (small / file).read_text().replace('"kvbm"', json.dumps(HOSTILE))
-        (small / file).write_text(content.replace('"conversations"', json.dumps(HOSTILE)))
+        (small / file).write_text(content)
+    for file in ("plan.json", "summary.json"):
+        content = json.loads((small / file).read_text())
+        content["cells"][0]["workload"]["name"] = HOSTILE
+        (small / file).write_text(json.dumps(content))
     change_summary(small, explanation=HOSTILE, caveats=[HOSTILE], reasons=[HOSTILE], hint=f"`{HOSTILE}`")
     content = build(small).read_text(encoding="utf-8")
     page = Document(content)

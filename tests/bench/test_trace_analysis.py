@@ -17,8 +17,7 @@ from trace_pages import HEAD
 
 from kvbm_cli.bench.trace import command
 from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, collect, notes
-from kvbm_cli.bench.trace.command import plot_lines
-from kvbm_cli.bench.trace.hit_rates import HitCurve, PrefixTree, Simulation, Use, hit_curve
+from kvbm_cli.bench.trace.hit_rates import PrefixTree, Simulation, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 
@@ -167,26 +166,6 @@ def test_an_answer_takes_room():
 def test_use_counts_are_the_requests_of_each_prefix():
     tree, uses = built([([1, 2], 4, 0), ([1, 3], 4, 0), ([1, 2], 4, 0)])
     assert list(tree.use_counts(use.prompt for use in uses)) == [3, 3, 2, 1]
-
-
-def test_plot_is_80_wide_and_ends_at_the_ideal():
-    curve = HitCurve([100, 10_000, 1_000_000, 2_000_000], [1, 30, 60, 80], 100)
-    lines = plot_lines(curve, bytes_per_token=131072)
-    assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("  80.0% │")
-    assert lines[0].endswith("█")
-    assert "16 GiB" in lines[-2]
-    assert "1M" in plot_lines(curve, bytes_per_token=None)[-2]
-    heights = [sum(line.ljust(80)[column] != " " for line in lines[:10]) for column in range(9, 77)]
-    assert heights == sorted(heights)
-
-
-@pytest.mark.parametrize("distance", [1, 512, 10**15])
-@pytest.mark.parametrize("unit", [None, 1, 10**6])
-def test_plot_of_a_single_step(distance, unit):
-    lines = plot_lines(HitCurve([distance], [5], 10), bytes_per_token=unit)
-    assert len(lines) == 13
-    assert max(map(len, lines)) <= 80
 
 
 def test_json_has_the_numbers_of_the_page(kvbm, monkeypatch):

@@ -141,7 +141,7 @@ def test_texts_of_a_bench_summary_are_safe():
 # Everything else prints through kvbm_cli.terminal. These print JSON for kvbm itself, or only text of their own.
 PRINTING = {
     *("kvbm_cli/app.py", "kvbm_cli/runs/logs.py", "kvbm_cli/save_tokenizer.py"),
-    *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/setup.py", "kvbm_cli/bench/lmbenchmark/sharegpt.py"),
+    *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/setup.py"),
 }
 
 

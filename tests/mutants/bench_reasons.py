@@ -44,8 +44,8 @@ MUTANTS = (
         name="reasons-count-partial-blocks",
         bug="Repeated tokens count as reusable although their block is not whole.",
         file="kvbm_cli/bench/why/facts.py",
-        old="min(old, length - 1)) // block_size * block_size",
-        new="min(old, length - 1))",
+        old="min(old, old + new - 1)) // block_size * block_size",
+        new="min(old, old + new - 1))",
         fails=f"{TESTS} -k whole_blocks",
     ),
 )

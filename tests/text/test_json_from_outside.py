@@ -57,7 +57,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "runs.jsonl": lambda path: directory(path).runs(),
     "server-metrics.jsonl": read_samples,
     "agents.jsonl": read_agent_trace,
-    "transcripts.json": lambda path: _json_in(path, "transcripts"),
+    "transcripts.json": _json_in,
     "trace.jsonl": lambda path: list(TraceReader(path, TraceFormat())),
     "doctor.json": MeasuredSpeeds.read,
     "workload.yaml": lambda path: load_workload(str(path)),

@@ -9,22 +9,23 @@ maxima are the largest of any run. vLLM writes 0 for statistics without a value,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from kvbm_cli.bench.result.arm_result import ArmResult, RequestTimes, launch_ms, output_tokens, total_of, wait_ms
-from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.result.arm_result import ArmResult, launch_ms, wait_ms
+from kvbm_cli.bench.result.results import RequestRecord, sum_if_known
+from kvbm_cli.bench.workload.slo import Slo
 from kvbm_cli.terminal.quantities import utc_time
 
 BENCH_SERVE = "vllm-bench.json"
-PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+PERCENTILES = (50, 90, 95, 99)
 
 
-def bench_serve_result(result: ArmResult, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
+def bench_serve_result(result: ArmResult) -> dict[str, Any]:
     """Return the whole object; keys of vLLM in its order, then lists and facts whose names begin with `kvbm_`."""
     requests, succeeded, duration_s = result.requests, result.succeeded, result.duration_s
-    input_tokens = total_of(succeeded, "prompt_tokens")
-    tokens = sum(output_tokens(record) for record in succeeded)
+    input_tokens = sum_if_known(record.prompt_tokens for record in succeeded)
+    tokens = sum(record.answer_token_count for record in succeeded)
     return {
         **_head(result),
         "duration": duration_s,
@@ -33,14 +34,14 @@ def bench_serve_result(result: ArmResult, percentiles: Sequence[float] = PERCENT
         "total_input_tokens": input_tokens,
         "total_output_tokens": tokens,
         "request_throughput": len(succeeded) / duration_s,
-        "request_goodput": _good(result) / duration_s if result.slo else None,
+        "request_goodput": _good(slo, succeeded) / duration_s if (slo := result.cell.slo) else None,
         "output_throughput": tokens / duration_s,
         "total_token_throughput": None if input_tokens is None else (input_tokens + tokens) / duration_s,
         **_lists(result),
         "max_output_tokens_per_s": max((_most_tokens_per_s(records) for records in _runs(result)), default=0.0),
         "max_concurrent_requests": max((_most_in_flight(records) for records in _runs(result)), default=0),
         "rtfx": 0.0,
-        **_statistics(succeeded, percentiles),
+        **_statistics(succeeded),
         **result.facts(),
     }
 
@@ -68,7 +69,7 @@ def _lists(result: ArmResult) -> dict[str, list[Any]]:
     names = {"run": "runs_of_requests", "pair": "pairs", "session": "sessions", "turn": "turns", "phase": "phases"}
     return {
         "input_lens": [record.prompt_tokens for record in requests],
-        "output_lens": [output_tokens(record) if record.is_ok else 0 for record in requests],
+        "output_lens": [record.answer_token_count if record.is_ok else 0 for record in requests],
         "ttfts": [ttft_s(record) if record.is_ok else 0.0 for record in requests],
         "itls": [gaps_s(record) if record.is_ok else [] for record in requests],
         "latencies": [latency_s(record) if record.is_ok else 0.0 for record in requests],
@@ -96,7 +97,7 @@ def gaps_s(record: RequestRecord) -> list[float]:
 
 def tpot_s(record: RequestRecord) -> float | None:
     """`None` for an answer of one token."""
-    later = output_tokens(record) - 1
+    later = record.answer_token_count - 1
     return (latency_s(record) - ttft_s(record)) / later if later > 0 else None
 
 
@@ -106,18 +107,14 @@ def _runs(result: ArmResult) -> list[list[RequestRecord]]:
     return [records for records in runs if records]
 
 
-def _good(result: ArmResult) -> int:
+def _good(slo: Slo, succeeded: list[RequestRecord]) -> int:
     """Return the requests within the limits. Times count from the launch, as in vLLM."""
-    assert result.slo is not None
-    tpots = ((record, tpot_s(record)) for record in result.succeeded)
-    times = (
-        RequestTimes(ttft_s(record) * 1e3, None if tpot is None else tpot * 1e3, latency_s(record) * 1e3)
-        for record, tpot in tpots
+    return sum(
+        slo.is_met(1e3 * ttft_s(record), 1e3 * (tpot_s(record) or 0.0), 1e3 * latency_s(record)) for record in succeeded
     )
-    return sum(map(result.slo.is_met, times))
 
 
-def _statistics(succeeded: list[RequestRecord], percentiles: Sequence[float]) -> dict[str, float]:
+def _statistics(succeeded: list[RequestRecord]) -> dict[str, float]:
     tpots = [tpot for record in succeeded if (tpot := tpot_s(record)) is not None]
     seconds = {
         "ttft": [ttft_s(record) for record in succeeded],
@@ -127,18 +124,18 @@ def _statistics(succeeded: list[RequestRecord], percentiles: Sequence[float]) ->
         "client_queue_time": [wait_ms(record) / 1e3 for record in succeeded],
         "e2el_including_client_queue": [latency_s(record) + wait_ms(record) / 1e3 for record in succeeded],
     }
-    return {key: value for name, values in seconds.items() for key, value in _describe(name, values, percentiles)}
+    return {key: value for name, values in seconds.items() for key, value in _describe(name, values)}
 
 
-def _describe(name: str, values_s: list[float], percentiles: Sequence[float]) -> Iterable[tuple[str, float]]:
+def _describe(name: str, values_s: list[float]) -> Iterable[tuple[str, float]]:
     import numpy as np
 
     values = np.asarray(values_s or [0.0]) * 1e3
     yield f"mean_{name}_ms", float(values.mean())
     yield f"median_{name}_ms", float(np.median(values))
     yield f"std_{name}_ms", float(values.std())
-    for percent in percentiles:
-        yield f"p{percent:g}_{name}_ms", float(np.percentile(values, percent))
+    for percent in PERCENTILES:
+        yield f"p{percent}_{name}_ms", float(np.percentile(values, percent))
 
 
 def _most_tokens_per_s(records: list[RequestRecord]) -> float:

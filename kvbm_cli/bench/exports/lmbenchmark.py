@@ -7,7 +7,7 @@ import io
 from collections import Counter
 from typing import Any
 
-from kvbm_cli.bench.result.arm_result import ArmResult, launch_ms, output_tokens
+from kvbm_cli.bench.result.arm_result import ArmResult, launch_ms
 from kvbm_cli.bench.result.results import Measurement, RequestRecord
 
 MULTI_ROUND_COLUMNS = (
@@ -28,12 +28,8 @@ def csv_files_of(result: ArmResult) -> dict[str, str]:
     number that the server did not report is empty.
 
     A file has one run, because times of several on one axis would make LMBenchmark's throughput wrong. Its name is
-    KEY_output_Q.csv: the key is the name of the run, Q the offered requests per second. Results of earlier versions
-    with `mode: faithful` have the CSV of LMBenchmark's own schedule, which is not overwritten.
+    KEY_output_Q.csv: the key is the name of the run, Q the offered requests per second.
     """
-    workload = result.cell.definition["workload"]
-    if workload.get("kind") == "lmbenchmark" and workload.get("mode") == "faithful":
-        return {}
     return {f"{run.run}_output_{result.offered_rate or 0:.4g}.csv": _of_run(result, run) for run in result.runs}
 
 
@@ -54,7 +50,7 @@ def _row(result: ArmResult, record: RequestRecord, question: int) -> tuple[Any, 
     assert end is not None, "a request that succeeded has ended"
     return (
         record.prompt_tokens,
-        output_tokens(record),
+        record.answer_token_count,
         0.0 if text is None else (text - launch) / 1e3,
         0.0 if text is None else (end - text) / 1e3,
         record.session,

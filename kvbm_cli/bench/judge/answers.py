@@ -29,7 +29,7 @@ from kvbm_cli.bench.judge.correctness import (
     judge_outputs,
     pooled,
 )
-from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
+from kvbm_cli.bench.result.results import LOADED, CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
 from kvbm_cli.bench.workload.script import Content, Phase
 
@@ -98,15 +98,11 @@ def _has_other_engine(results: Results, name: str) -> bool:
 
 def transfers_of(runs: Sequence[Measurement]) -> Transfers:
     """Evidence that blocks came back: tokens by the answers and by the engine, blocks by kvbm's own counters."""
-    g2 = sum(record.g2_tokens or 0 for run in runs for record in run.records)
-    g3 = sum(record.g3_tokens or 0 for run in runs for record in run.records)
-    g4 = sum(record.g4_tokens or 0 for run in runs for record in run.records)
-    tokens = [run.server.get("prompt_tokens") or {} for run in runs]
+    by_usage = [record.tokens for run in runs for record in run.records]
+    by_metrics = [run.server.get("prompt_tokens") or {} for run in runs]
     counters = [run.server.get("kvbm_counters") or {} for run in runs]
     return Transfers(
-        g2_tokens=max(g2, sum(one.get("g2") or 0 for one in tokens)),
-        g3_tokens=max(g3, sum(one.get("g3") or 0 for one in tokens)),
-        g4_tokens=max(g4, sum(one.get("g4") or 0 for one in tokens)),
+        loaded_tokens=max(sum(one.get(tier) or 0 for one in of for tier in LOADED) for of in (by_usage, by_metrics)),
         onboarded_blocks=round(sum(one.get(name) or 0 for one in counters for name in ONBOARDED_BLOCKS)),
         are_reported=has_counters(runs),
     )
@@ -134,7 +130,7 @@ class _AnswerSource:
 
 
 def _source(results: Results, cell: CellResult) -> _AnswerSource:
-    if cell.plan is not None and all(request.answer for request in cell.plan.requests):
+    if all(request.answer for request in cell.plan.requests):
         recorded: dict[Key, Answer] = {
             (one.session, one.turn): Answer(one.answer.token_ids or None, one.answer.logprobs, one.answer.text or None)
             for one in cell.plan.requests

@@ -22,7 +22,7 @@ from kvbm_cli.bench.judge.estimates import (
 )
 from kvbm_cli.bench.judge.paired import Noise, PairedRatio, busy_share, is_tight, noise_of, paired_ratio
 from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
-from kvbm_cli.bench.result.results import ALL, CellResult, Measurement, Results, percentile
+from kvbm_cli.bench.result.results import ALL, CellResult, Measurement, Results
 from kvbm_cli.bench.workload.script import Phase
 
 Samples = dict[int, dict[int, list[float]]]
@@ -80,7 +80,7 @@ class Compared:
             "ttft_percentiles": {f"p{percent}": _percentiles(one) for percent, one in self.percentiles.items()},
             "noise": self.noise and asdict(self.noise),
             "share_of_possible_gain": self._share(),
-            "ttft_model": _model(self.ttft_model),
+            "ttft_model": self.ttft_model.to_json(),
             "outputs_equal": self.outputs_equal,
             "outputs": self.answers[self.measured].to_json(),
             "has_loads": self.has_loads,
@@ -103,7 +103,7 @@ def compare(
     ratio = paired_ratio(pairs_of(cell, one, other))
     deviation = ratio.run_deviation if ratio else None
     samples = {name: _samples(cell, runs) for name, runs in ((reference, one), (measured, other))}
-    measured_ms, reference_ms = _median_ms(samples[measured]), _median_ms(samples[reference])
+    measured_ms, reference_ms = cell.median_ms(measured), cell.median_ms(reference)
     floor = results.plan["floor"]
     about = results.arms[reference]
     is_without_kvbm = about["kind"] == "baseline" and not about["differences"]  # else a cache of its own may be slower
@@ -124,12 +124,10 @@ def compare(
         ratio=ratio,
         has_loads=has_loads if is_without_kvbm else None,
         clients=[client_of(run) for run in (*one, *other)],
-        warm_starts=[
-            found for run in (*one, *other) if cell.plan is not None and (found := warm_start(run, cell.plan))
-        ],
+        warm_starts=[found for run in (*one, *other) if (found := warm_start(run, cell.plan))],
         utilisation=_utilisation(one),
-        queue_share=queue_share_of(one) if cell.plan is not None else None,  # else its warm-up counts, too
-        is_closed_loop=cell.plan is not None and cell.plan.is_closed_loop,
+        queue_share=queue_share_of(one),
+        is_closed_loop=cell.plan.is_closed_loop,
         is_trace=cell.definition["workload"]["kind"] == "trace",
         what=_what(cell),
     )
@@ -147,11 +145,6 @@ def compare(
         answers=answers,
         has_loads=has_loads,
     )
-
-
-def _median_ms(samples: Samples) -> float | None:
-    times_ms = _flat(samples)
-    return percentile(times_ms, 50) if times_ms else None
 
 
 def _has_loads(runs: Sequence[Measurement], *, is_known: bool) -> bool | None:
@@ -196,10 +189,6 @@ def _samples(cell: CellResult, runs: Sequence[Measurement]) -> Samples:
             if record.ttft_ms is not None:
                 samples[run.pair][record.session].append(record.ttft_ms)
     return samples
-
-
-def _flat(samples: Samples) -> list[float]:
-    return [value for by_session in samples.values() for values in by_session.values() for value in values]
 
 
 def _prompt_times(run: Measurement) -> list[PromptTime]:
@@ -269,15 +258,6 @@ def _what(cell: CellResult) -> str:
     return (
         "in the steady phase, the first token" if primary == Phase.STEADY else "with a reusable prefix, the first token"
     )
-
-
-def _model(model: TtftModel | NoModel) -> dict[str, Any]:
-    found = asdict(model)
-    if isinstance(model, TtftModel):
-        found["g2_break_even_tokens"] = model.g2_break_even_tokens
-        found["g3_break_even_tokens"] = model.g3_break_even_tokens
-        found["g4_break_even_tokens"] = model.g4_break_even_tokens
-    return found
 
 
 def ratio_data(ratio: PairedRatio | None) -> dict[str, Any] | None:

@@ -153,15 +153,13 @@ class Transfers:
     Without `are_reported`, neither counts them.
     """
 
-    g2_tokens: int = 0
-    g3_tokens: int = 0
-    g4_tokens: int = 0
+    loaded_tokens: int = 0
     onboarded_blocks: int = 0
     are_reported: bool = True
 
     @property
     def are_proven(self) -> bool:
-        return max(self.g2_tokens, self.g3_tokens, self.g4_tokens, self.onboarded_blocks) > 0
+        return max(self.loaded_tokens, self.onboarded_blocks) > 0
 
 
 class OutputVerdict(enum.StrEnum):

@@ -34,7 +34,7 @@ from kvbm_cli.bench.judge.paired import (
     TYPICAL_RUN_FREEDOM,
     student_t,
 )
-from kvbm_cli.bench.result.results import percentile
+from kvbm_cli.bench.result.results import LOADED, percentile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,6 +45,7 @@ LEAST_SESSIONS = 5
 LEAST_REQUESTS_PER_COEFFICIENT = 10
 MOST_COLLINEAR = 0.95
 LEAST_EXPLAINED = 0.5
+SOURCES = ("computed", *LOADED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +233,13 @@ class PromptTime:
     g3_tokens: int
     g4_tokens: int = 0
 
+    def tokens_from(self, *sources: str) -> int:
+        return sum(getattr(self, f"{source}_tokens") for source in sources)
+
 
 @dataclass(frozen=True, slots=True)
 class TtftModel:
-    """Milliseconds per request (`base`, `load`) and per token (others).
+    """Milliseconds per request (`base_ms`, `load_ms`) and per token of each source.
 
     A coefficient is `None` if the number of its tokens was the same in all requests. `load_ms` is also `None` if hits
     and their tokens change together. `explained` is R squared.
@@ -243,30 +247,26 @@ class TtftModel:
 
     base_ms: float
     load_ms: float | None
-    computed_ms_per_token: float
-    g2_ms_per_token: float | None
-    g3_ms_per_token: float | None
+    ms_per_token: Mapping[str, float | None]
     explained: float
     request_count: int
-    g4_ms_per_token: float | None = None
 
-    @property
-    def g2_break_even_tokens(self) -> float | None:
-        return self._break_even(self.g2_ms_per_token)
-
-    @property
-    def g3_break_even_tokens(self) -> float | None:
-        return self._break_even(self.g3_ms_per_token)
-
-    @property
-    def g4_break_even_tokens(self) -> float | None:
-        return self._break_even(self.g4_ms_per_token)
-
-    def _break_even(self, per_token_ms: float | None) -> float | None:
+    def break_even_tokens(self, source: str) -> float | None:
         """Tokens from which loading takes less time than computing; `None` if loading is never faster, or unknown."""
-        if per_token_ms is None or self.load_ms is None or per_token_ms >= self.computed_ms_per_token:
+        loaded_ms, computed_ms = self.ms_per_token[source], self.ms_per_token["computed"]
+        if loaded_ms is None or computed_ms is None or self.load_ms is None or loaded_ms >= computed_ms:
             return None
-        return self.load_ms / (self.computed_ms_per_token - per_token_ms)
+        return self.load_ms / (computed_ms - loaded_ms)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "base_ms": self.base_ms,
+            "load_ms": self.load_ms,
+            **{f"{source}_ms_per_token": cost for source, cost in self.ms_per_token.items()},
+            "explained": self.explained,
+            "request_count": self.request_count,
+            **{f"{tier}_break_even_tokens": self.break_even_tokens(tier) for tier in LOADED},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +274,9 @@ class NoModel:
     """No TTFT model can be fitted, and why."""
 
     reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"reason": self.reason}
 
 
 def fit_ttft(requests: Sequence[PromptTime]) -> TtftModel | NoModel:
@@ -298,12 +301,9 @@ def fit_ttft(requests: Sequence[PromptTime]) -> TtftModel | NoModel:
     return TtftModel(
         base_ms=coefficients["base"],
         load_ms=coefficients.get("load"),
-        computed_ms_per_token=coefficients["computed"],
-        g2_ms_per_token=coefficients.get("g2"),
-        g3_ms_per_token=coefficients.get("g3"),
+        ms_per_token={source: coefficients.get(source) for source in SOURCES},
         explained=explained,
         request_count=len(requests),
-        g4_ms_per_token=coefficients.get("g4"),
     )
 
 
@@ -312,17 +312,10 @@ def _columns(requests: Sequence[PromptTime]) -> dict[str, np.ndarray[Any, Any]]:
     import numpy as np
 
     columns = {
-        "computed": np.array([request.computed_tokens for request in requests], dtype=float),
-        "g2": np.array([request.g2_tokens for request in requests], dtype=float),
-        "g3": np.array([request.g3_tokens for request in requests], dtype=float),
-        "g4": np.array([request.g4_tokens for request in requests], dtype=float),
-        "load": np.array([_loaded(request) > 0 for request in requests], dtype=float),
+        **{source: np.array([one.tokens_from(source) for one in requests], dtype=float) for source in SOURCES},
+        "load": np.array([one.tokens_from(*LOADED) > 0 for one in requests], dtype=float),
     }
     return {name: column for name, column in columns.items() if len(column) and np.ptp(column) > 0}
-
-
-def _loaded(request: PromptTime) -> int:
-    return request.g2_tokens + request.g3_tokens + request.g4_tokens
 
 
 def _collinear(columns: dict[str, np.ndarray[Any, Any]]) -> tuple[str, str] | None:

@@ -83,12 +83,10 @@ def strict_script(workload: Lmbenchmark, writer: Writer, *, seed: int) -> Script
 
 
 def _transcripts(file: str, writer: Writer) -> Iterator[ScriptedRequest]:
-    """Each transcript repeats the previous one of its conversation, if the file is as prepared."""
+    """Each transcript begins with the previous one of its conversation."""
     known: dict[int, tuple[str, tuple[Content, ...]]] = {}
     for one in read_transcripts(Path(file)):
         before, parts = known.get(one.session, ("", ()))
-        if not one.text.startswith(before):
-            before, parts = "", ()
         parts = (*parts, writer.encoded(one.text[len(before) :]))
         known[one.session] = one.text, parts
         yield ScriptedRequest(one.session, one.turn, parts, one.answer_tokens)

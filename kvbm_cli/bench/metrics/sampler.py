@@ -26,7 +26,7 @@ from kvbm.child.channel import Channel, ChannelClosed
 from kvbm.child.child import end_of_channel
 from kvbm.child.parent import end, start_child
 from kvbm.child.run import Output, last_line
-from kvbm.errors import EnvironmentProblem, UsageError, reason_of
+from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm_cli.bench.metrics.engine_metrics import (
     NAMES,
     SampleLine,
@@ -44,7 +44,6 @@ MODULE = "kvbm_cli.bench.metrics.sampler"
 METRICS = "/metrics"
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 2.5
-SHORTEST_INTERVAL_S = 0.05
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
 LAST_S = 1.0
 READY = "ready"
@@ -84,8 +83,6 @@ class Sampler:
         `start_ns` is the start of the run by time.perf_counter_ns, by default now. Raises EnvironmentProblem if the
         process cannot write the file.
         """
-        if interval_s < SHORTEST_INTERVAL_S:
-            raise UsageError(f"`interval_s` is {interval_s:g}, but must be at least {SHORTEST_INTERVAL_S:g}")
         pages = {} if base_url is None else {"engine": base_url.rstrip("/") + METRICS}
         if kvbm_metrics_url:
             pages["kvbm"] = kvbm_metrics_url

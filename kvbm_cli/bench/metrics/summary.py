@@ -6,7 +6,7 @@ a restart of the engine no difference is known. docs/reference/server-metrics.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from kvbm_cli.bench.result.results import TIERS
 PAIRS = ("g2_to_g1", "g1_to_g2", "g3_to_g2", "g2_to_g3", "g4_to_g2", "g2_to_g4")
 PEAKS = ("running", "waiting", "kv_usage")
 WHOLE = ("blocks", "bytes")
-
-Change = Callable[[str], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +61,6 @@ class ServerSummary:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "gpu": list(self.gpu), "caveats": list(self.caveats)}
-
-    def prompt_tokens_by_source(self) -> dict[str, int] | None:
-        """Prompt tokens by `g1`, `g2` (all that were loaded, from lower tiers too) and `computed`."""
-        tokens = self.prompt_tokens
-        if tokens is None:
-            return None
-        found = {tier: count or 0 for tier, count in tokens.items()}
-        return {"g1": found["g1"], "g2": found["g2"] + found["g3"] + found["g4"], "computed": found["computed"]}
 
 
 def summarise(path: Path, *, has_pages: bool = True) -> ServerSummary:
@@ -118,7 +108,7 @@ def summary_of(samples: Sequence[SampleLine], *, has_pages: bool = True) -> Serv
         queue_wait_ms=_ratio(counters.get("queue_wait_s"), counters.get("queue_waits"), 1e3),
         preemptions=_whole(counters.get("preemptions")),
         evictions=_whole(counters.get("evictions")),
-        transfers={pair: _transfer(pair, counters.get) for pair in PAIRS},
+        transfers={pair: _transfer(pair, counters) for pair in PAIRS},
         disk=_disk(process, requests),
         peaks={
             **{name: _peak(sample.process.get(name) for sample in samples) for name in ("rss_bytes", "shared_bytes")},
@@ -192,8 +182,8 @@ def _disk(process: dict[str, float | None], requests: float | None) -> dict[str,
     return {**found, **{f"{name}_per_1000_requests": _ratio(value, requests, 1e3) for name, value in found.items()}}
 
 
-def _transfer(pair: str, change: Change) -> dict[str, float | None]:
-    values = {quantity: change(f"{pair}_{quantity}") for quantity in QUANTITIES}
+def _transfer(pair: str, changes: Mapping[str, float]) -> dict[str, float | None]:
+    values = {quantity: changes.get(f"{pair}_{quantity}") for quantity in QUANTITIES}
     whole = {name: _whole(value) if name in WHOLE else value for name, value in values.items()}
     return {**whole, "gb_per_s": _ratio(values["bytes"], values["seconds"], 1e-9)}
 

@@ -17,7 +17,7 @@ from kvbm.config.files import require_file
 from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.values import Section
-from kvbm_cli.bench.result.results import Measurement, RequestRecord, sum_if_known
+from kvbm_cli.bench.result.results import Measurement, sum_if_known
 
 HOURS_PER_MONTH = 730
 GB = 1e9
@@ -49,7 +49,8 @@ def read_prices(path: Path) -> dict[str, float]:
 def cost_of(runs: Sequence[Measurement], prices: Mapping[str, float] | None) -> dict[str, float | None]:
     """Return the cost of all runs of an arm. `prices` is what `read_prices` returns."""
     answered = [record for run in runs for record in run.records if record.is_ok]
-    tokens = sum((one.prompt_tokens or 0) + output_tokens(one) for one in answered)
+    output_tokens = sum(one.answer_token_count for one in answered)
+    tokens = output_tokens + sum(one.prompt_tokens or 0 for one in answered)
     cpu_s = sum_if_known(run.server.get("cpu_s") for run in runs)
     used = {
         "cpu_s": cpu_s,
@@ -61,7 +62,7 @@ def cost_of(runs: Sequence[Measurement], prices: Mapping[str, float] | None) -> 
     price = None if prices is None else _price(sum(map(span_s, runs)), memory, prices)
     return {
         "tokens_per_core_s": tokens / cpu_s if cpu_s else None,
-        "output_tokens_per_core_s": sum(map(output_tokens, answered)) / cpu_s if cpu_s else None,
+        "output_tokens_per_core_s": output_tokens / cpu_s if cpu_s else None,
         "peak_memory_bytes": memory,
         **{
             f"{name}_per_1000_requests": 1e3 * value / len(answered) if value is not None and answered else None
@@ -77,10 +78,6 @@ def _price(duration_s: float, memory_bytes: float | None, prices: Mapping[str, f
     if memory_hour and memory_bytes is None:
         return None
     return hours * (prices["engine_price"] + memory_hour * (memory_bytes or 0.0) / GB)
-
-
-def output_tokens(record: RequestRecord) -> int:
-    return record.output_tokens or len(record.token_ids)
 
 
 def span_s(run: Measurement) -> float:

@@ -10,8 +10,6 @@
     .lock                      locked by the command that measures
 
 The name of a cell is its workload, with the pressure if there is one; the name of a run is <cell>.<pair>.<arm>.
-
-Results of other tools are recognised by the names in them, for a hint.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,18 +33,7 @@ LIMIT, PROBES = "limit.json", "probes.jsonl"
 LEFT_OUT = "left-out.jsonl"  # one line per run that was not made, with the reason
 SERVER_METRICS = "server-metrics.jsonl"  # of a run
 LOCK = ".lock"
-HEAD_BYTES = 64 << 10
-MAX_FILES = 20
 OWN = "`kvbm bench report` and `kvbm bench diff` read only directories that `kvbm bench` wrote"
-_SUFFIXES = (".json", ".jsonl", ".csv")
-_TOOLS = {  # all of these names are in the beginning of its results
-    "GuideLLM": (b'"benchmarks"', b'"metrics"'),
-    "aiperf or GenAI-Perf": (b'"time_to_first_token"', b'"avg"'),
-    "SGLang's `bench_serving`": (b'"mean_ttft_ms"', b'"sharegpt_output_len"'),
-    "`vllm bench serve`": (b'"mean_ttft_ms"',),
-    "a client made from `vllm bench serve`": (b'"request_throughput"', b'"total_output_tokens"'),
-    "LMBenchmark": (b"prompt_tokens", b"generation_time", b"ttft"),
-}
 
 
 def run_name(cell: str, pair: int, arm: str) -> str:
@@ -89,7 +75,9 @@ class BenchDirectory:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {reason_of(error)}") from None
         if not is_run:
-            raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}", hint=reader_of(path))
+            is_file_of_a_run = path.is_file() and (path.parent / PLAN).is_file()
+            hint = f"give the directory: `{shlex.quote(str(path.parent))}`" if is_file_of_a_run else OWN
+            raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}", hint=hint)
         return cls(path)
 
     def lock(self) -> None:
@@ -215,27 +203,3 @@ def _named_after_now(parent: Path) -> Path:
     stem = time.strftime("%Y-%m-%dT%H-%M-%S")
     candidates = (parent / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
     return next(path for path in candidates if not path.exists())
-
-
-def reader_of(path: Path) -> str:
-    """Return a hint for a path that is not the directory of a run."""
-    if path.is_file() and (path.parent / PLAN).is_file():
-        return f"give the directory: `{shlex.quote(str(path.parent))}`"
-    tool = next((found for file in _files(path) if (found := _tool_of(file)) is not None), None)
-    return OWN if tool is None else f"{OWN}; this seems to be of {tool}, whose own tools read it"
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        yield from islice((file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()), MAX_FILES)
-
-
-def _tool_of(file: Path) -> str | None:
-    try:
-        with open(file, "rb") as opened:
-            head = opened.read(HEAD_BYTES)
-    except OSError:
-        return None
-    return next((tool for tool, names in _TOOLS.items() if all(name in head for name in names)), None)

@@ -15,6 +15,7 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench.result.directory import FORMAT, LEFT_OUT, PLAN, REQUESTS, BenchDirectory, cell_plan
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
+from kvbm_cli.bench.workload.slo import Slo
 
 _Number = TypeVar("_Number", int, float)
 _TYPES_OF_ANNOTATION: dict[str, tuple[type, ...]] = {
@@ -27,7 +28,8 @@ _TYPES_OF_ANNOTATION: dict[str, tuple[type, ...]] = {
     "list[float]": (list,),
 }
 
-TIERS = ("g1", "g2", "g3", "g4", "computed")  # where prompt tokens came from
+LOADED = ("g2", "g3", "g4")  # the tiers below the device
+TIERS = ("g1", *LOADED, "computed")  # where prompt tokens came from
 ALL = "all"  # the primary phase of a cell in which no request can reuse anything
 DIGITS = 4
 
@@ -108,6 +110,13 @@ class RequestRecord:
         return span_ms / later if span_ms is not None and later > 0 else None
 
     @property
+    def answer_token_count(self) -> int:
+        """Tokens of the answer; counted by the chunks if the server sent no usage."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return self.first_chunk_tokens + len(self.token_gaps_ms)
+
+    @property
     def computed_tokens(self) -> int | None:
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
@@ -170,21 +179,24 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """All runs of one cell, and its plan. In results of earlier versions, `plan` is `None` for a cell that ran
-    LMBenchmark's own schedule.
+    """All runs of one cell, and its plan.
 
     `are_pairs_equal` is false if servers that cannot be emptied got other prompts in every pair. `primary` is the phase
-    that the result is about; `all` if no request can reuse anything.
+    that the result is about; `all` if no request can reuse anything. `slo` has the limits of a good request, if the
+    workload sets some.
     """
 
     definition: Mapping[str, Any]
-    plan: Plan | None
-    digest: str | None
+    plan: Plan
+    digest: str
     runs: tuple[Measurement, ...]
     are_pairs_equal: bool = True
     primary: str = field(init=False)
+    slo: Slo | None = field(init=False)
 
     def __post_init__(self) -> None:
+        slo = self.definition["workload"].get("slo")
+        object.__setattr__(self, "slo", None if slo is None else Slo.parse(slo))
         phases = {record.phase for run in self.runs for record in run.records}
         primary = next((phase.value for phase in (Phase.STEADY, Phase.FILL) if phase.value in phases), ALL)
         object.__setattr__(self, "primary", primary)
@@ -207,6 +219,12 @@ class CellResult:
         """Those that were answered."""
         return [record for record in run.records if record.is_ok and self.is_primary(record)]
 
+    def median_ms(self, arm: str) -> float | None:
+        """Median of the times to first token of the primary requests of all runs."""
+        records = [record for run in self.of_arm(arm) for record in self.primary_records(run)]
+        times_ms = [time_ms for record in records if (time_ms := record.ttft_ms) is not None]
+        return percentile(times_ms, 50) if times_ms else None
+
     @property
     def pairs_done(self) -> int:
         return max((run.pair for run in self.runs), default=0)
@@ -214,7 +232,8 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """`plan` is the content of plan.json. `left_out` has the reasons for runs of the plan that were not made."""
+    """`plan` is the content of plan.json, and `cells` are those whose own plan was written. `left_out` has the reasons
+    for runs of the plan that were not made."""
 
     plan: Mapping[str, Any]
     cells: tuple[CellResult, ...]
@@ -241,7 +260,9 @@ class Results:
             )
         runs, records = directory.runs(), _records(directory)
         try:
-            cells = tuple(_cell(directory, one, runs, records) for one in plan["cells"])
+            has_run = {run["cell"] for run in runs}
+            planned = [one for one in plan["cells"] if one["name"] in has_run or directory.has(cell_plan(one["name"]))]
+            cells = tuple(_cell(directory, one, runs, records) for one in planned)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{directory.path} is damaged: {type(error).__name__}: {error}") from None
         return cls(plan, cells, {line["run"]: line["reason"] for line in directory.lines(LEFT_OUT)})
@@ -254,12 +275,11 @@ def _cell(
     records: Mapping[str, Sequence[RequestRecord]],
 ) -> CellResult:
     name = definition["name"]
-    path = cell_plan(name)
-    data = directory.read_json(path) if directory.has(path) else None
+    data = directory.read_json(cell_plan(name))
     return CellResult(
         definition,
-        None if data is None else Plan.from_json(data),
-        None if data is None else data["digest"],
+        Plan.from_json(data),
+        data["digest"],
         tuple(
             Measurement(run["run"], run["arm"], run["pair"], run, tuple(records[run["run"]]))
             for run in runs
@@ -286,6 +306,11 @@ def sum_if_known(values: Iterable[_Number | None]) -> _Number | None:
     """Return the sum of at least one value, None if a value is unknown or there is none."""
     known = list(values)
     return sum(value for value in known if value is not None) if known and None not in known else None
+
+
+def tokens_by_source(records: Sequence[RequestRecord]) -> dict[str, int | None]:
+    """Return prompt tokens by the usage of the answers; `None` if one does not report them, or there is none."""
+    return {tier: sum_if_known(getattr(record, f"{tier}_tokens") for record in records) for tier in TIERS}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -112,12 +112,11 @@ def string(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def milliseconds(value: Any) -> str | None:
+def decimal(value: Any) -> str | None:
+    """Three digits, more of a number above 1000."""
     amount = number(value)
-    return None if amount is None else _digits(amount)
-
-
-def _digits(amount: float) -> str:
+    if amount is None:
+        return None
     size = abs(amount)
     return grouped(f"{amount:,.{0 if size >= 100 else 1 if size >= 10 else 2}f}")
 
@@ -129,11 +128,6 @@ def grouped(digits: str) -> str:
 def count(value: Any) -> str | None:
     amount = number(value)
     return None if amount is None else grouped(f"{amount:,.0f}")
-
-
-def decimal(value: Any) -> str | None:
-    amount = number(value)
-    return None if amount is None else _digits(amount)
 
 
 def ratio(value: Any) -> str | None:
@@ -242,5 +236,5 @@ def median_interval(cell: dict[str, Any], arm: str) -> str | None:
     for found in listing(cell.get("comparisons")):
         for role in ("measured", "reference"):
             if at(found, role) == arm:
-                return interval(at(found, "ttft_percentiles", "p50", role, "interval_95"), milliseconds)
+                return interval(at(found, "ttft_percentiles", "p50", role, "interval_95"), decimal)
     return None

@@ -14,8 +14,8 @@ from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord,
 from kvbm_cli.bench.show.elements import (
     ReportTable,
     count,
+    decimal,
     distribution,
-    milliseconds,
 )
 
 SOURCES = {
@@ -143,9 +143,9 @@ def by_turn(view: CellView) -> Figure | None:
             if values:
                 low, median, high = rounded(percentile(values, one) for one in QUARTILES)
                 found[arm].append([turn, low, median, high])
-                rows.append((arm, str(turn), *map(milliseconds, (low, median, high)), count(len(values))))
+                rows.append((arm, str(turn), *map(decimal, (low, median, high)), count(len(values))))
     ends = [
-        f"{arm} from {milliseconds(lines[0][2])} ms at turn {lines[0][0]} to {milliseconds(lines[-1][2])} ms at turn "
+        f"{arm} from {decimal(lines[0][2])} ms at turn {lines[0][0]} to {decimal(lines[-1][2])} ms at turn "
         f"{lines[-1][0]}"
         for arm, lines in found.items()
     ]
@@ -188,7 +188,7 @@ def by_source(view: CellView) -> Figure | None:
     }
     medians = [
         f"{SOURCES[source]}: "
-        + ", ".join(f"{arm} {milliseconds(own[source][2])} ms" for arm, own in boxes.items() if source in own)
+        + ", ".join(f"{arm} {decimal(own[source][2])} ms" for arm, own in boxes.items() if source in own)
         for source in sources
     ]
     title = "Time to first token by source of the prompt, in ms"
@@ -210,7 +210,7 @@ def by_source(view: CellView) -> Figure | None:
             title,
             ("Source", "Arm", "5%", "Lower quartile", "Median", "Upper quartile", "95%", "Requests"),
             [
-                (SOURCES[source], arm, *map(milliseconds, own[source]), count(len(groups[arm][source])))
+                (SOURCES[source], arm, *map(decimal, own[source]), count(len(groups[arm][source])))
                 for source in sources
                 for arm, own in boxes.items()
                 if source in own
@@ -228,7 +228,7 @@ def ecdf(view: CellView) -> Figure | None:
     lines = {arm: distribution(own) for arm, own in values.items()}
     percents = (5, 10, 25, 50, 75, 90, 95)
     found = {arm: [percentile(own, one) for one in percents] for arm, own in values.items()}
-    halves = [f"{arm} {milliseconds(times_ms[3])} ms" for arm, times_ms in found.items()]
+    halves = [f"{arm} {decimal(times_ms[3])} ms" for arm, times_ms in found.items()]
     title = "Share of requests with their first token within a time, in ms"
     return Figure(
         kind="ecdf",
@@ -245,6 +245,6 @@ def ecdf(view: CellView) -> Figure | None:
         table=ReportTable(
             title,
             ("Arm", *(f"{one}%" for one in percents), "Requests"),
-            [(arm, *map(milliseconds, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],
+            [(arm, *map(decimal, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],
         ),
     )

@@ -16,7 +16,6 @@ from kvbm_cli.bench.show.elements import (
     interval,
     listing,
     mapping,
-    milliseconds,
     number,
     percent,
     rates,
@@ -99,7 +98,7 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
             tokens /= _ranks(report, arm)
             lines.setdefault((arm, _without_load(cell)), []).append([tokens, time_ms])
             per_core = decimal(at(own, "cost", "output_tokens_per_core_s"))
-            rows.append((arm, str(cell["name"]), load, decimal(tokens), per_core, milliseconds(time_ms)))
+            rows.append((arm, str(cell["name"]), load, decimal(tokens), per_core, decimal(time_ms)))
     swept = {line: sorted(points) for line, points in lines.items() if len(points) > 1}
     if not swept:
         return None
@@ -114,7 +113,7 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
         "of the phase that the result is about.",
         description="Line chart. "
         + "; ".join(
-            f"{arm}: " + ", ".join(f"{milliseconds(y)} ms at {decimal(x)} tokens/s" for x, y in points)
+            f"{arm}: " + ", ".join(f"{decimal(y)} ms at {decimal(x)} tokens/s" for x, y in points)
             for (arm, _), points in swept.items()
         )
         + ".",
@@ -180,7 +179,7 @@ def parts_of_time(view: CellView) -> Figure | None:
         description="Stacked bar chart. "
         + "; ".join(
             f"{arm}: "
-            + ", ".join(f"{name} {milliseconds(part) or 'unknown'} ms" for name, part in zip(names, parts, strict=True))
+            + ", ".join(f"{name} {decimal(part) or 'unknown'} ms" for name, part in zip(names, parts, strict=True))
             for arm, parts in rows.items()
         )
         + ".",
@@ -189,7 +188,7 @@ def parts_of_time(view: CellView) -> Figure | None:
         table=ReportTable(
             title,
             ("Arm", *names, "total"),
-            [(arm, *map(milliseconds, parts), milliseconds(sum(p or 0 for p in parts))) for arm, parts in rows.items()],
+            [(arm, *map(decimal, parts), decimal(sum(p or 0 for p in parts))) for arm, parts in rows.items()],
         ),
     )
 
@@ -218,7 +217,7 @@ def time_models(cell: dict[str, Any]) -> ReportTable | None:
             rows.append(
                 (
                     f"{found.get('measured')} and {found.get('reference')}",
-                    *(milliseconds(model.get(name)) for name in ("base_ms", "load_ms")),
+                    *(decimal(model.get(name)) for name in ("base_ms", "load_ms")),
                     *(_microseconds(model.get(f"{source}_ms_per_token")) for source in ("computed", "g2", "g3")),
                     *(count(model.get(f"{tier}_break_even_tokens")) for tier in ("g2", "g3")),
                     percent(model.get("explained")),
@@ -346,7 +345,7 @@ def _timeline_table(
     rows = []
     for part in range(10):
         own = {a: [y for x, y in found if part == min(9, int(x / width))] for a, found in points.items()}
-        medians = [milliseconds(percentile(values, 50)) if values else None for values in own.values()]
+        medians = [decimal(percentile(values, 50)) if values else None for values in own.values()]
         means = [_mean_between(tokens[tier], part * width, (part + 1) * width) for tier in tiers]
         rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians, *map(count, means)))
     heads = [f"{name}, median ms" for name in points]

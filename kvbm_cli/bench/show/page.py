@@ -29,7 +29,6 @@ from kvbm_cli.bench.show.elements import (
     mapping,
     markup,
     median_interval,
-    milliseconds,
     number,
     percent,
     prose,
@@ -159,8 +158,8 @@ def _comparison(found: dict[str, Any], shown: str | None) -> dict[str, Any]:
     rows = [
         (
             name,
-            *(milliseconds(at(row, role, "value")) for role in ("reference", "measured", "difference")),
-            interval(at(row, "difference", "interval_95"), milliseconds),
+            *(decimal(at(row, role, "value")) for role in ("reference", "measured", "difference")),
+            interval(at(row, "difference", "interval_95"), decimal),
         )
         for name, row in mapping(found.get("ttft_percentiles")).items()
         if number(at(row, "difference", "value")) is not None
@@ -222,9 +221,9 @@ def _latencies(cell: dict[str, Any]) -> ReportTable | None:
     rows = [
         (
             arm,
-            with_interval(milliseconds(at(own, "ttft_ms", "p50")), median_interval(cell, arm)),
-            *(milliseconds(at(own, "ttft_ms", name)) for name in ("p90", "p99")),
-            *(milliseconds(at(own, metric, "p50")) for metric in ("itl_ms", "tpot_ms", "end_to_end_ms")),
+            with_interval(decimal(at(own, "ttft_ms", "p50")), median_interval(cell, arm)),
+            *(decimal(at(own, "ttft_ms", name)) for name in ("p90", "p99")),
+            *(decimal(at(own, metric, "p50")) for metric in ("itl_ms", "tpot_ms", "end_to_end_ms")),
             count(own.get("requests")),
             count(own.get("errors")),
         )
@@ -274,8 +273,8 @@ def _load(cell: dict[str, Any]) -> ReportTable | None:
             decimal(at(own, "throughput", "output_tokens_per_s")),
             with_interval(percent(at(own, "goodput", "share")), interval(at(own, "goodput", "interval_95"), percent)),
             percent(own.get("utilisation")),
-            milliseconds(own.get("queue_wait_ms")),
-            milliseconds(at(own, "client", "lateness_ms", "p90")),
+            decimal(own.get("queue_wait_ms")),
+            decimal(at(own, "client", "lateness_ms", "p90")),
             percent(at(own, "client", "cpu_share")),
         )
         for arm, own in mapping(cell.get("arms")).items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from markupsafe import Markup
@@ -20,7 +21,6 @@ from kvbm_cli.bench.show.elements import (
     mapping,
     markup,
     median_interval,
-    milliseconds,
     number,
     percent,
     prose,
@@ -85,7 +85,7 @@ def key_numbers(report: Report) -> dict[str, Any]:
         found = _key_numbers(summary) + [fact for cell, _ in every for fact in _medians(cell, summary)]
     verdicts = [one.get("verdict") for _, one in every] if len(every) > 1 else [summary.get("verdict")]
     is_unusable = all(verdict in UNUSABLE for verdict in verdicts)
-    notes = [prose(sentence_case(note)) for note in [*_caveats(report), *report.notes]] or [prose(NO_CAVEATS)]
+    notes = [prose(sentence_case(note)) for note in [*caveats_in(summary), *report.notes]] or [prose(NO_CAVEATS)]
     given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
     return {
         "reasons": [prose(sentence_case(reason)) for reason in given],
@@ -148,21 +148,21 @@ def _medians(cell: dict[str, Any], headline: dict[str, Any]) -> list[Markup]:
     for role in ("measured", "reference"):
         arm = string(at(headline, "compared", role))
         times = at(cell, "arms", arm or "", "ttft_ms")
-        if arm and (median := milliseconds(at(times, "p50"))):
+        if arm and (median := decimal(at(times, "p50"))):
             ends = median_interval(cell, arm)
             found.append(_fact(f"{median} ms", f"median time to first token with {arm} ({_ends(ends)})"))
     return found
 
 
-def _caveats(report: Report) -> list[str]:
+def caveats_in(summary: Mapping[str, Any]) -> list[str]:
     """Those of the run, then those of the cells, with the name of the cell if there are several."""
-    cells = report.cells()
+    cells = summary["cells"]
     own = [
         caveat if len(cells) == 1 else f"{cell['name']}: {caveat}"
         for cell in cells
         for caveat in strings(cell.get("caveats"))
     ]
-    return list(dict.fromkeys([*strings(report.summary.get("caveats")), *own]))
+    return list(dict.fromkeys([*strings(summary.get("caveats")), *own]))
 
 
 def overview(report: Report) -> ReportTable | None:
@@ -248,34 +248,7 @@ def _values(data: Any) -> list[tuple[str, str]]:
 
 
 def reproduce(report: Report) -> dict[str, Any]:
-    """Return the command of an equal run, or if the summary lacks it, one from the names in the summary."""
-    command = strings(report.summary.get("command")) or _command(report)
+    """Return the command of an equal run."""
+    command = strings(report.summary.get("command"))
     digests = [f"{cell['name']}: {found}" for cell in report.cells() if (found := string(at(cell, "plan", "digest")))]
     return {"command": shlex.join(command), "digests": digests}
-
-
-def _command(report: Report) -> list[str]:
-    summary = report.summary
-    profile, cells = string(at(summary, "profile", "name")), report.cells()
-    compared = [_compared(name, arm, profile) for name, arm in summary["arms"].items()]
-    pressures = [f"{amount:g}" for cell in cells if (amount := number(cell.get("pressure"))) is not None]
-    pairs = [f"{amount:.0f}" for cell in cells if (amount := number(cell.get("pairs"))) is not None]
-    options: list[tuple[str, list[str | None]]] = [
-        ("--profile", [profile]),
-        ("--compare", compared),
-        ("--workload", [string(at(cell, "workload", "name")) for cell in cells]),
-        ("--pressure", [",".join(dict.fromkeys(pressures)) or None]),
-        ("--pairs", [*pairs] if len(set(pairs)) == 1 else []),
-    ]
-    words = [[flag, value] for flag, values in options for value in dict.fromkeys(values) if value]
-    return ["kvbm", "bench", *(word for pair in words for word in pair)]
-
-
-def _compared(name: str, arm: Any, profile: str | None) -> str | None:
-    """Return what `--compare` takes for the arm; `None` for arms that need no option."""
-    kind, own = at(arm, "kind"), string(at(arm, "profile"))
-    if kind == "url":
-        return f"{name}={_address(arm)}"
-    if kind == "baseline":
-        return "baseline" if own in (None, profile) else f"baseline:{own}"
-    return own if kind == "profile" else None

@@ -15,10 +15,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
-from kvbm_cli.bench.result.results import ALL, RequestRecord
+from kvbm_cli.bench.result.results import ALL, LOADED, TIERS, RequestRecord
+from kvbm_cli.bench.show.sections import caveats_in
 from kvbm_cli.terminal.printable import printable
 from kvbm_cli.terminal.progress import ProgressDisplay
-from kvbm_cli.terminal.quantities import counted
+from kvbm_cli.terminal.quantities import counted, duration
 from kvbm_cli.terminal.show_error import coloured
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         console.print(Text(f"hint: {summary['hint']}"))
     for line in _why_lines(summary):
         console.print(line)
-    for caveat in [*summary["caveats"], *_caveats_of_cells(summary)]:
+    for caveat in caveats_in(summary):
         console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
     path = printable(os.fspath(directory))
     console.print(f"\nreport: {path}/report.html\nevery request: {path}", highlight=False, soft_wrap=True)
@@ -88,13 +89,6 @@ def _why_lines(summary: Mapping[str, Any]) -> Iterator[Any]:
             yield Text(f"{question}{place}:")
             for number, why in enumerate(comparison["why_not"], start=1):
                 yield Padding(Text(f"{number}. {why['text']}"), (0, 0, 0, 2))
-
-
-def _caveats_of_cells(summary: Mapping[str, Any]) -> list[str]:
-    cells = summary["cells"]
-    return [
-        f"{cell['name']}: {one}" if len(cells) > 1 else one for cell in cells for one in dict.fromkeys(cell["caveats"])
-    ]
 
 
 def _show_cell(cell: Mapping[str, Any], summary: Mapping[str, Any], console: Console) -> None:
@@ -132,8 +126,6 @@ def _printable(value: Any) -> Any:
 
 def _workload_line(cell: Mapping[str, Any]) -> str:
     plan = cell["plan"]
-    if not plan["requests"]:
-        return f"{cell['name']}: LMBenchmark's scenario {cell['workload']['scenario']}, as LMBenchmark runs it"
     parts = [f"{plan['requests']} requests of {plan['sessions']} sessions"]
     if plan["interval_s"]:
         burstiness = plan.get("burstiness")
@@ -174,13 +166,8 @@ def _arms_table(cell: Mapping[str, Any]) -> Table:
         goods = (f"{arm['goodput']['share']:.0%}" if arm["goodput"] else "-" for arm in arms)
         table.add_row(f"within {next(arm['goodput']['slo'] for arm in arms if arm['goodput'])}", *goods)
     table.add_section()
-    for label, tier in (
-        ("from G1", "g1"),
-        ("from G2", "g2"),
-        ("from G3", "g3"),
-        ("from G4", "g4"),
-        ("computed", "computed"),
-    ):
+    for tier in TIERS:
+        label = tier if tier == "computed" else f"from {tier.upper()}"
         if tier not in ("g3", "g4") or any(arm["prompt_tokens"].get(tier) for arm in arms):  # earlier ones lack g4
             counts = (_count(arm["prompt_tokens"].get(tier)) for arm in arms)
             table.add_row(f"prompt tokens {label}, all requests", *counts)
@@ -226,7 +213,7 @@ def _turn_lines(arms: Mapping[str, Any]) -> Iterator[str]:
 
 def _loaded(tokens: Mapping[str, int | None]) -> int | None:
     """Tokens from the tiers below G1; None if no number of them is known."""
-    known = [count for tier in ("g2", "g3", "g4") if (count := tokens.get(tier)) is not None]
+    known = [count for tier in LOADED if (count := tokens.get(tier)) is not None]
     return sum(known) if known else None
 
 
@@ -346,8 +333,3 @@ class BenchProgress(ProgressDisplay):
         while len(words := " · ".join([phase, *details, clock])) > room and details:
             details.pop()
         return words
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

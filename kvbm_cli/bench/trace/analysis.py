@@ -170,13 +170,10 @@ class CollectedTrace:
             return self.tree.append(start, request.input_tokens)
         return self.tree.add(start, request.hash_ids, token_count=request.input_tokens, block_tokens=block_tokens)
 
-    def in_order(self) -> list[tuple[float, Use]]:
-        """Return when each request is launched, in milliseconds, and what it uses."""
-        order = sorted(range(len(self.uses)), key=self.use_launches.__getitem__)
-        return [(self.use_launches[index], self.uses[index]) for index in order]
-
     def timed_uses(self) -> list[TimedUse]:
-        return [TimedUse(launch_ms / 1000, use) for launch_ms, use in self.in_order()]
+        """Return when each request is launched, and what it uses, in the order of the launches."""
+        order = sorted(range(len(self.uses)), key=self.use_launches.__getitem__)
+        return [TimedUse(self.use_launches[index] / 1000, self.uses[index]) for index in order]
 
     def evictions(self, policies: Sequence[str], report: Report) -> EvictionCurves:
         """Simulate caches with these evictions. The trace has hits."""
@@ -191,7 +188,7 @@ class CollectedTrace:
 
     def analysis(self, ignored: Counter[str], report: Report) -> TraceAnalysis:
         tree = self.tree
-        uses = [use for _, use in self.in_order()]
+        uses = [one.use for one in self.timed_uses()]
         counts = tree.use_counts(use.prompt for use in uses)
         prompt_nodes = sum(count > 0 for count in counts[1:])
         block_uses = sum(counts[1:])

@@ -1,6 +1,6 @@
 """`kvbm bench trace FILE`: what a trace consists of, and which capacity a cache needs for it. Starts no engine.
 
-The result is JSON data, or a page of at most 80 columns with a plot of the hit-rate curve.
+The result is JSON data, or a page of at most 80 columns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbm.config.sizes import MAX_BYTES, UNITS, format_size, parse_size
+from kvbm.config.sizes import MAX_BYTES, format_size, parse_size
 from kvbm.core.shadow_caches import EVICTIONS
 from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
@@ -24,7 +24,6 @@ from kvbm_cli.bench.trace.analysis import (
     has_sessions,
     notes,
 )
-from kvbm_cli.bench.trace.hit_rates import HitCurve
 from kvbm_cli.bench.trace.request import TraceFormat, Turns, parse_columns
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.size.request import SizeRequest
@@ -39,8 +38,6 @@ PROGRESS_AFTER_S = 2.0
 WIDTH = 80
 SHARES = (0.5, 0.8, 0.9, 0.95, 1.0)
 CURVE_POINTS = 64
-EIGHTHS = " ▁▂▃▄▅▆▇█"
-FIRST_SHARE = 0.01  # the axis begins where the cache finds this share of the ideal, if that is within these decades
 
 
 def trace(
@@ -160,9 +157,6 @@ def show_trace(analysis: TraceAnalysis, name: str, console: Console, *, bytes_pe
         console.print(line, highlight=False)
     if analysis.curve.ideal:
         console.print(_capacity_table(analysis, bytes_per_token))
-        console.print("Hit rate of an LRU cache, by its capacity", highlight=False)
-        for line in plot_lines(analysis.curve, bytes_per_token=bytes_per_token):
-            console.print(line, highlight=False, no_wrap=True)
     if analysis.evictions is not None:
         console.print("Simulated hit rates of blocks, by eviction", highlight=False)
         console.print(_evictions_table(analysis, analysis.evictions, bytes_per_token))
@@ -313,72 +307,3 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.4g} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 120 else f"{minutes} min"
-
-
-COLUMNS, ROWS, LABEL_CELLS = 68, 10, 8
-LEAST_DECADES, MOST_DECADES = 1, 3
-
-
-def plot_lines(curve: HitCurve, *, bytes_per_token: int | None) -> list[str]:
-    """Return the lines of the plot, none if nothing repeats. With `bytes_per_token`, the axis is in bytes, else in
-    tokens."""
-    first, last = curve.capacity_for(FIRST_SHARE), curve.capacity_for(1)
-    if first is None or last is None:
-        return []
-    high = math.log10(last)
-    low = min(max(math.log10(first), high - MOST_DECADES), high - LEAST_DECADES)
-    capacities = [10 ** (low + (high - low) * column / (COLUMNS - 1)) for column in range(COLUMNS)]
-    capacities[-1] = last
-    heights = [curve.hit_rate(capacity) / curve.ideal * ROWS * 8 for capacity in capacities]
-    lines = [_label(curve, row) + "│" + "".join(_cell(height, row) for height in heights) for row in _rows()]
-    return [*(line.rstrip() for line in lines), *_axis(low, high, bytes_per_token)]
-
-
-def _rows() -> range:
-    return range(ROWS - 1, -1, -1)
-
-
-def _cell(height: float, row: int) -> str:
-    return EIGHTHS[min(8, max(0, round(height) - 8 * row))]
-
-
-def _label(curve: HitCurve, row: int) -> str:
-    """Return the hit rate at the top of a row, for the highest, the middle and the lowest one."""
-    is_shown = row in (ROWS - 1, ROWS // 2 - 1)
-    return f"{curve.ideal * (row + 1) / ROWS:.1%} ".rjust(LABEL_CELLS) if is_shown else " " * LABEL_CELLS
-
-
-def _axis(low: float, high: float, bytes_per_token: int | None) -> list[str]:
-    marks, labels = ["─"] * COLUMNS, ""
-    unit = 1 if bytes_per_token is None else bytes_per_token
-    for value, text in _ticks(10**low * unit, 10**high * unit, in_bytes=bytes_per_token is not None):
-        column = round((math.log10(value / unit) - low) / (high - low) * (COLUMNS - 1))
-        start = max(0, min(column - len(text) // 2, COLUMNS - len(text)))
-        if start < len(labels) + (2 if labels else 0):
-            continue
-        marks[column] = "┴"
-        labels = labels.ljust(start) + text
-    name = "tokens of capacity" if bytes_per_token is None else "capacity"
-    margin = " " * LABEL_CELLS
-    return [f"{margin}└{''.join(marks)}", f"{margin} {labels}", f"{margin} {name.center(COLUMNS)}".rstrip()]
-
-
-def _ticks(low: float, high: float, *, in_bytes: bool) -> Sequence[tuple[float, str]]:
-    """Round values within the range, with their texts."""
-    if in_bytes:
-        values = [(4**power, _size(4**power)) for power in range(5, 60)]  # from 1 KiB
-    else:
-        values = [(digit * 10**power, _count(digit * 10**power)) for power in range(20) for digit in (1, 2, 5)]
-    return [(value, text) for value, text in values if low <= value <= high]
-
-
-def _size(byte_count: int) -> str:
-    unit = max((name for name in UNITS if name.endswith("iB") and UNITS[name] <= byte_count), key=UNITS.__getitem__)
-    return f"{byte_count // UNITS[unit]} {unit}"
-
-
-def _count(count: int) -> str:
-    for factor, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= factor:
-            return f"{count // factor}{letter}"
-    return str(count)

@@ -169,9 +169,7 @@ def _agents(lines: TraceLines) -> Fields:
 
 
 def _session(number: int, session: Mapping[str, Any], name: str, position: int) -> Iterator[dict[str, Any]]:
-    requests = session.get("requests")
-    if not isinstance(requests, list) or not all(isinstance(one, dict) for one in requests):
-        raise ProfileError(f"{number}: `requests` must be a list of objects, not `{shown_json(requests, 60)}`")
+    requests = _objects_in(number, {"requests": None, **session}, "requests")
     base = 0 if session.get("hash_id_scope") == "global" else position << SESSION_BITS
     own = (position << SESSION_BITS) + OWN_BLOCK
     ended_s: float | None = None
@@ -273,11 +271,9 @@ def _multi_turns(lines: TraceLines) -> Fields:
     """Yield the turns of aiperf's `multi_turn`. A system prompt in front is the beginning of the first turn."""
     for number, line in lines:
         values = json_object(number, line)
-        turns = values.get("turns")
-        if not isinstance(turns, list) or not turns or not all(isinstance(one, dict) for one in turns):
-            raise ProfileError(f"{number}: `turns` must be a list of objects, not `{shown_json(turns, 60)}`")
+        turns = _objects_in(number, {"turns": None, **values}, "turns")
         system = ""
-        if turns[0].get("role") == "system" and len(turns) > 1:
+        if turns and turns[0].get("role") == "system" and len(turns) > 1:
             system = _text(number, turns[0])
             turns = turns[1:]
         for index, turn in enumerate(turns):

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown_json
+from kvbm.text.reading import parse_json
 from kvbm_cli.bench.trace.dialects import TraceDialect, dialect_of
 from kvbm_cli.bench.trace.request import FIELDS, INPUTS, TraceFormat, TraceLines, TraceRequest
 
@@ -106,48 +107,27 @@ def _form_of(dialect: TraceDialect, form: TraceFormat) -> TraceFormat:
     return replace(form, block_tokens=dialect.block_tokens or form.block_tokens, turns=dialect.turns)
 
 
-class _WrongJson(ValueError):
-    """JSON that Python accepts and a trace does not."""
-
-
 def _parsed(text: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_not_a_number)
+        value = parse_json(text.decode())
     except UnicodeDecodeError as error:
         raise ProfileError(
             f"{where}: not UTF-8 text (byte {error.start + 1} of the line is 0x{text[error.start]:02x})"
         ) from None
-    except RecursionError:
-        raise ProfileError(f"{where}: the values are nested too deeply") from None
     except json.JSONDecodeError as error:
         near = _shown(error.doc[max(0, error.pos - 10) : error.pos + 20])
         raise ProfileError(
             f"{where}: not JSON: {error.msg[:1].lower()}{error.msg[1:]} in column {error.colno}, near {near}",
             hint="a trace has one JSON object per line",
         ) from None
-    except _WrongJson as error:
+    except ValueError as error:
         raise ProfileError(f"{where}: {error}") from None
-    except ValueError:  # the limit of Python on the digits of an integer
-        raise ProfileError(f"{where}: a number has more than 4300 digits") from None
     if not isinstance(value, dict):
         raise ProfileError(
             f"{where}: a line must be a JSON object, not {_shown(value)}",
             hint='for example `{"timestamp": 0, "input_length": 700, "output_length": 50, "hash_ids": [1, 2]}`',
         )
     return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in names.items() if count > 1)
-        raise _WrongJson(f"the key {_shown(twice)} appears {names[twice]} times")
-    return values
-
-
-def _not_a_number(text: str) -> NoReturn:
-    raise _WrongJson(f"`{text}` is not a number in JSON")
 
 
 def _shown(value: object) -> str:

@@ -19,12 +19,12 @@ from typing import Any
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import CHARACTERS_PER_TOKEN, Placement, Sessions, TraceFormat, TraceRequest
+from kvbm_cli.bench.workload.plan import CHAT, COMPLETIONS
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Prefixes, Script, ScriptedRequest, Writer
 
 PIECE_TOKENS = 16
 PIECE_CHARACTERS = PIECE_TOKENS * CHARACTERS_PER_TOKEN
 DEFAULT_WARMUP_TOKENS = 256
-CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 STREAMED: Mapping[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
 RESERVED = ("model", "prompt", "messages", "stream", "stream_options")
 
@@ -138,7 +138,7 @@ class _Builder:
             after=after,
             delay_s=(request.delay_ms or 0.0) / 1000,
             at_s=None if request.timestamp_ms is None else round((request.timestamp_ms - first_ms) / 1000, 6),
-            path=CHAT_PATH if is_chat else COMPLETION_PATH,
+            path=CHAT if is_chat else COMPLETIONS,
             body=_body(request, answer_tokens),
             extra=tuple(self._extra(request).items()),
             has_system=False,

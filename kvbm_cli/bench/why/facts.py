@@ -13,11 +13,9 @@ from kvbm_cli.bench.judge.compared import Compared, queue_share_of
 from kvbm_cli.bench.judge.estimates import NoModel, TtftModel
 from kvbm_cli.bench.judge.paired import Noise, PairedRatio
 from kvbm_cli.bench.judge.verdict import VerdictLimits
-from kvbm_cli.bench.result.results import CellResult
-from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
-from kvbm_cli.bench.workload.script import Content, length_of
-
-LOADED = ("g2", "g3", "g4")
+from kvbm_cli.bench.result.results import LOADED, TIERS, CellResult
+from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.bench.workload.script import Content, Prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class ArmFacts:
         tokens = self.summary["prompt_tokens"]
         if tokens["g1"] is None or tokens["computed"] is None:
             return None
-        return sum(tokens.get(tier) or 0 for tier in ("g1", *LOADED, "computed")) or None
+        return sum(tokens.get(tier) or 0 for tier in TIERS) or None
 
     def share_from(self, *tiers: str) -> float | None:
         """Share of the prompt tokens that were found in these tiers."""
@@ -104,13 +102,11 @@ class CellFacts:
 
     @property
     def is_closed_loop(self) -> bool:
-        plan = self.cell.plan
-        return plan is not None and plan.is_closed_loop
+        return self.cell.plan.is_closed_loop
 
     @property
-    def working_set_tokens(self) -> int | None:
-        plan = self.cell.plan
-        return plan.working_set_tokens if plan else None
+    def working_set_tokens(self) -> int:
+        return self.cell.plan.working_set_tokens
 
     @property
     def block_size(self) -> int | None:
@@ -184,45 +180,17 @@ def reuse_of(plan: Plan, block_size: int) -> Reuse | None:
     """`None` if a request has a fixed body, whose tokens are not known."""
     if not all(request.parts for request in plan.requests):
         return None
-    prefixes, prompt, repeated, in_blocks = _SentPrefixes(), 0, 0, 0
+    prefixes, prompt, repeated, in_blocks = Prefixes(), 0, 0, 0
+    known: dict[Content, Content] = {}  # equal contents as one object, by which prefixes are known
     for request in plan.requests:
-        length = sum(map(length_of, request.parts))
-        old = prefixes.add(request)
-        prompt += length
+        end, old, new = prefixes.add(known.setdefault(part, part) for part in request.parts)
+        if request.answer is not None:
+            answer = request.answer.content
+            prefixes.add([known.setdefault(answer, answer)], after=end)
+        prompt += old + new
         repeated += old
-        in_blocks += max(0, min(old, length - 1)) // block_size * block_size
+        in_blocks += max(0, min(old, old + new - 1)) // block_size * block_size
     return Reuse(prompt, repeated, in_blocks) if prompt else None
-
-
-class _SentPrefixes:
-    """All prompts and answers so far, as chains of equal parts."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Content, int] = {}
-        self._by_identity: dict[int, int] = {}
-        self._children: dict[tuple[int, int], int] = {}
-
-    def add(self, request: PlannedRequest) -> int:
-        """Tokens of the prompt that were sent before. Then the prompt and its recorded answer count as sent."""
-        answer = () if request.answer is None else (request.answer.content,)
-        node, old = 0, 0
-        for position, part in enumerate((*request.parts, *answer)):
-            if not part:
-                continue
-            key = (node, self._number(part))
-            if key not in self._children:
-                self._children[key] = len(self._children) + 1
-            elif position < len(request.parts):
-                old += length_of(part)
-            node = self._children[key]
-        return old
-
-    def _number(self, part: Content) -> int:
-        """Equal for equal parts. The plan keeps its parts alive, so an identity is never used twice."""
-        found = self._by_identity.get(id(part))
-        if found is None:
-            found = self._by_identity[id(part)] = self._numbers.setdefault(part, len(self._numbers))
-        return found
 
 
 def facts_of(
@@ -235,10 +203,7 @@ def facts_of(
 ) -> CellFacts:
     """`arms` are the arms of the cell in summary.json, `profile` is the one there."""
     cell = compared.cell
-    has_plan = cell.plan is not None  # without one, the server's counters include LMBenchmark's warm-up
-    facts = {
-        name: ArmFacts(name, arm, queue_share_of(cell.of_arm(name)) if has_plan else None) for name, arm in arms.items()
-    }
+    facts = {name: ArmFacts(name, arm, queue_share_of(cell.of_arm(name))) for name, arm in arms.items()}
     reference = facts[compared.reference]
     block_size = reference.size("block_size")
     return CellFacts(
@@ -251,7 +216,7 @@ def facts_of(
         measured=facts[compared.measured],
         reference=reference,
         floor=facts.get(floor) if floor else None,
-        reuse=reuse_of(cell.plan, block_size) if cell.plan and block_size else None,
+        reuse=reuse_of(cell.plan, block_size) if block_size else None,
         profile=profile or {},
     )
 

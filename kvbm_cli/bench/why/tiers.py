@@ -44,7 +44,7 @@ def lost_blocks(facts: CellFacts) -> list[Why]:
 def small_g2(facts: CellFacts) -> str | None:
     """Return a caveat on a run that paid although G2 does not hold its working set."""
     needed, g2_tokens = facts.working_set_tokens, facts.g2_tokens
-    if needed is None or g2_tokens is None or g2_tokens >= needed:
+    if g2_tokens is None or g2_tokens >= needed:
         return None
     return f"G2 holds {g2_tokens:,} tokens, less than the working set of {needed:,}"
 
@@ -69,7 +69,7 @@ def _saved(facts: CellFacts) -> str:
 def _g2_too_small(facts: CellFacts) -> tuple[int, Why] | None:
     arm, needed, g2_tokens = facts.measured, facts.working_set_tokens, facts.g2_tokens
     evicted, copied = arm.counter("kvbm_evicted_blocks"), arm.counter("kvbm_offload_blocks_d2h")
-    if needed is None or g2_tokens is None or g2_tokens >= needed or not evicted or not copied:
+    if g2_tokens is None or g2_tokens >= needed or not evicted or not copied:
         return None
     received = copied + (arm.counter("kvbm_disk_fetched_blocks") or 0)
     if evicted < CHURN * received:
@@ -270,10 +270,10 @@ def _per_token(facts: CellFacts, tier: str) -> str:
     model = facts.ttft_model
     if not isinstance(model, TtftModel):
         return ""
-    cost = model.g2_ms_per_token if tier == "g2" else model.g3_ms_per_token
-    if cost is None:
+    cost, computed = model.ms_per_token[tier], model.ms_per_token["computed"]
+    if cost is None or computed is None:
         return ""
     return (
-        f"; a token loaded takes {1e3 * cost:.0f} µs, a token computed {1e3 * model.computed_ms_per_token:.0f} µs "
+        f"; a token loaded takes {1e3 * cost:.0f} µs, a token computed {1e3 * computed:.0f} µs "
         f"({share(model.explained)} of the variance of TTFT)"
     )

@@ -115,7 +115,7 @@ def fits_g1(facts: CellFacts) -> Why | None:
         return None
     name, needed, g1_tokens = facts.reference.name, facts.working_set_tokens, facts.g1_tokens
     sizes = ""
-    if needed is not None and g1_tokens is not None:
+    if g1_tokens is not None:
         how = "fits into" if needed <= g1_tokens else "is larger than"
         joint = ": " if needed <= g1_tokens else ", although "
         sizes = f"{joint}the working set of {needed:,} tokens {how} G1 ({g1_tokens:,} tokens)"

@@ -58,9 +58,7 @@ LMBENCHMARK_HINT = "a workload with `kind: lmbenchmark`, `scenario: agentic` and
 LMBENCHMARK_ITSELF = (
     "remove the key; for LMBenchmark's own requests, run it against `kvbm serve`: docs/guide/other-clients.md"
 )
-_NAMED_LINES = {  # a key that only this format has
-    b'"custom_id"': "the input of OpenAI's batch API",
-}
+_OF_BATCHES = b'"custom_id"'
 
 
 def workload_keys(kind: str = DEFAULT_KIND) -> tuple[Key, ...]:
@@ -191,9 +189,8 @@ def other_format(head: bytes) -> ForeignFile | None:
     first = text.partition(b"\n")[0].strip().lower()
     if first.startswith((AZURE, *BURSTGPT)) or (first.startswith(b"{") and SESSION_LISTS in first):
         return None
-    for key, name in _NAMED_LINES.items():
-        if first.startswith(b"{") and key in first:
-            return ForeignFile(f"is {name}, and this format is not read yet", LINES_HINT)
+    if first.startswith(b"{") and _OF_BATCHES in first:
+        return ForeignFile("is the input of OpenAI's batch API, and this format is not read yet", LINES_HINT)
     if first.startswith(b"{") and _OF_LMBENCHMARK in first:
         return ForeignFile("is the trace of LMBenchmark's agentic scenario", LMBENCHMARK_HINT)
     if first.startswith(b"#"):  # comments, which JSON has not

@@ -13,7 +13,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -343,10 +343,13 @@ def _planned(
 ) -> PlannedRequest:
     """`times_s` are the launch times of an open loop, else empty."""
     parts = tuple(answers[part.request].content if isinstance(part, AnswerOf) else part for part in one.parts)
-    has_text = any(isinstance(part, str) for part in parts)
+    request = unplanned(dialect, parts, one.answer_tokens, roles_of(one.parts, has_system=one.has_system))
+    if one.body is not None:
+        fields = {"model": dialect.model, **dict(one.body)}
+        request = replace(request, path=one.path, parts=(), roles=(), prompt_tokens=None, fields=tuple(fields.items()))
     after = () if launches.interval_s is not None and one.at_s is None else one.after
-    body = {"model": dialect.model, **dict(one.body)} if one.body is not None else dialect.fields(one.answer_tokens)
-    return PlannedRequest(
+    return replace(
+        request,
         index=index,
         session=one.session,
         turn=one.turn,
@@ -354,15 +357,8 @@ def _planned(
         intended_s=one.at_s if one.at_s is not None else times_s[index] if times_s else None,
         after=after,
         delay_s=one.delay_s + launches.think_s if after else 0.0,
-        prompt_tokens=None if has_text or one.body is not None else sum(map(len, parts)),
-        answer_tokens=one.answer_tokens,
         answer=answers[index] if answers else None,
-        path=dialect.path if one.body is None else one.path,
-        parts=() if one.body is not None else parts,
-        fields=tuple({**body, **dict(one.extra)}.items()),
-        roles=()
-        if one.body is not None or dialect.path == COMPLETIONS
-        else roles_of(one.parts, has_system=one.has_system),
+        fields=tuple({**dict(request.fields), **dict(one.extra)}.items()),
     )
 
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from kvbm.config.values import Seconds, Section, WrongKey
+from kvbm_cli.bench.workload.slo import Slo
 
 DEFAULT_KIND = "conversations"
 LONGEST_DEFAULT_TIMEOUT_S = 60.0
 NAME = re.compile(r"\w[\w .+-]*")
 LONGEST_NAME_BYTES = 80
-LIMITS = re.compile(r"(ttft|tpot|e2e):\d+(\.\d+)?(,(ttft|tpot|e2e):\d+(\.\d+)?)*")
 MULTI_ROUND_KEYS = frozenset(
     ("sizes", "qps", "time_s", "users", "rounds", "system_words", "history_words", "answer_tokens")
 )
@@ -131,11 +131,11 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def _has_readable_limits(self) -> Self:
-        if self.slo is not None and not LIMITS.fullmatch(self.slo):
-            raise WrongKey("slo", "must be limits of `ttft`, `tpot` or `e2e` in ms, such as `ttft:500,tpot:50`")
-        limits = [one.split(":") for one in (self.slo or "").split(",") if one]
-        if len({name for name, _ in limits}) < len(limits) or not all(float(limit) > 0 for _, limit in limits):
-            raise WrongKey("slo", "must have each limit once, and above 0 ms")
+        try:
+            if self.slo is not None:
+                Slo.parse(self.slo)
+        except ValueError as error:
+            raise WrongKey("slo", str(error)) from None
         return self
 
     @property
