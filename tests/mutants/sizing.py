@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="sizing-trusts-any-model-type",
         bug="a configuration of another family is read with the reader of its architecture",
-        file="kvbm/sizing/families/__init__.py",
+        file="kvbm/sizing/families/table.py",
         old="    if facts.model_type not in model_types:\n",
         new="    if False:\n",
         fails="tests/sizing/test_sizing_vllm.py -k said_to_be_unknown",

@@ -11,7 +11,7 @@ from kvbm.engines.vllm.sizing import Model, Setting, plan_of
 from kvbm.engines.vllm.state_settings import StateSettings
 from kvbm.sizing import StateFinding, StateLevel
 from kvbm.sizing.catalogue import catalogue
-from kvbm.sizing.families import state_kind
+from kvbm.sizing.families.table import state_kind
 
 RETENTION = "prefix_cache_retention_interval"
 

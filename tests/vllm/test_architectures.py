@@ -18,7 +18,7 @@ from test_model_sizes import ours
 
 from kvbm.errors import ProfileError
 from kvbm.sizing import SizeUnknown
-from kvbm.sizing.families import READERS
+from kvbm.sizing.families.table import READERS
 
 REGISTERED = "from vllm.model_executor.models import ModelRegistry as r; print(' '.join(r.get_supported_archs()))"
 BY_TRANSFORMERS = {  # vLLM has no class for them and uses its backend for transformers

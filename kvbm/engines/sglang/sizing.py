@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from kvbm.config.engine import SglangArguments
 from kvbm.config.values import count_of
 from kvbm.sizing.checkpoint import is_quantized
-from kvbm.sizing.families import layer_specs
 from kvbm.sizing.families.facts import SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import LayerKind, Ranks
+from kvbm.sizing.families.table import layer_specs
 from kvbm.sizing.tiers import Device
 
 _CACHE_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "bf16": 2}

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from kvbm.config.engine import TrtllmArguments
 from kvbm.engines.trtllm.options import DEFAULT_BLOCK_TOKENS
 from kvbm.sizing.checkpoint import is_quantized
-from kvbm.sizing.families import layer_specs
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import LayerKind, LayerSpec, Ranks
+from kvbm.sizing.families.table import layer_specs
 from kvbm.sizing.tiers import Device
 
 _CACHE_BYTES = {"fp8": 1, "float16": 2, "bfloat16": 2, "float32": 4}

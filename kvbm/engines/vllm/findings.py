@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from kvbm.config.engine import VllmArguments
 from kvbm.engines.vllm.sizing import BACKEND_NOTE, Model, Setting, default_block_tokens, latent_on_cpu, plan_of
 from kvbm.engines.vllm.state_settings import StateSettings, without_effect
-from kvbm.sizing.families import STATES_ONLY, architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import SizeUnknown
 from kvbm.sizing.families.layer_specs import Ranks
+from kvbm.sizing.families.table import STATES_ONLY, architecture_of, layer_specs, state_kind
 from kvbm.sizing.findings import StateFinding
 
 

@@ -37,10 +37,10 @@ from kvbm.engines.vllm.state_settings import (
     unsupported,
 )
 from kvbm.sizing.checkpoint import cache_type_of, require_known_scheme
-from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.families.states import GDN_STATE_TYPE
+from kvbm.sizing.families.table import architecture_of, layer_specs, state_kind
 from kvbm.sizing.findings import StateLevel
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize

@@ -1,4 +1,5 @@
-"""ObjectStore: what reads and writes objects for SharedStorage. One implementation per kind of store, in `stores`.
+"""ObjectStore: what reads and writes objects for SharedStorage. One implementation per kind of store, in `stores`:
+`stores/open.py` chooses it by the scheme of the location, and `config/values.py` has the schemes.
 
 The storage calls a store from `threads` threads, each with up to `batch_objects` objects at a time. No call may last
 longer than `limit_s`, whatever the store does; one that cannot keep to that has its buffers quarantined by its caller.
