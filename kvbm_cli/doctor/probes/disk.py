@@ -74,7 +74,7 @@ class DiskReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DiskReport:
         """Restores a report from the output of `asdict`."""
-        kinds: dict[str, Callable[..., object]] = {
+        kinds: dict[str, Callable[..., Any]] = {
             "mount": Mount,
             "settings": RecommendedSettings,
             "speed": Speed,
