@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.host.machine_memory import HostMemory
-from kvbm.tiers.disk.files import Alignment
 from kvbm_cli.doctor.machine import Machine, ProbeFailed
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings, Speed
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
@@ -22,16 +21,11 @@ GOOD = DiskReport(
     mount=Mount("ext4", "/dev/nvme0n1p1", "/data"),
     total_bytes=2 * 10**12,
     free_bytes=10**12,
-    file_limit_bytes=None,
     write=WORKS,
     has_unnamed_files=True,
     fallocate=WORKS,
-    punch_hole=WORKS,
-    claimed=Alignment(512, 512),
     by_open=DIRECT,
     by_fcntl=DIRECT,
-    io_uring=WORKS,
-    aio=WORKS,
     settings=RecommendedSettings("default", True, False),
     speed=Speed(131072, 1 << 30, 4, 2.5e9, 3.2e9, 2.4e9, 2.9e9, 0.0002),
 )

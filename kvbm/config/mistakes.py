@@ -6,7 +6,6 @@ describes.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 import shlex
@@ -48,19 +47,6 @@ OTHER_NAMES = {
     "tiers.disk.size": "tiers.disk.capacity",
     "tiers.disk.path": "tiers.disk.directory",
     "tiers.disk.dir": "tiers.disk.directory",
-}
-
-
-# Values of other tools, of upstream's branches and of file systems, and ours that does the same.
-_SAME_VALUES = {
-    **dict.fromkeys(("ibm-scale", "spectrum-scale", "storage-scale", "gpfs", "lustre", "o_direct"), "open-direct"),
-    **dict.fromkeys(("io_uring", "libaio", "aio"), "nixl"),
-    **dict.fromkeys(("gpu", "nvidia"), "cuda"),
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
 }
 
 
@@ -198,8 +184,8 @@ def _hint(detail: ErrorDetails) -> str | None:
     value = detail["input"]
     if isinstance(value, str) and (inner := unquoted(value)):
         return f"remove the quotes around `{shortened(inner)}`"
-    if detail["type"] in ("int_type", "int_from_float", "float_type"):
-        return _number_meant(value)
+    if detail["type"] in ("int_type", "float_type") and isinstance(value, str) and _NUMBER.fullmatch(value):
+        return "remove the quotes"
     if detail["type"] == "dict_type":
         return _section_meant(value)
     if detail["type"] == "bool_type":
@@ -207,29 +193,10 @@ def _hint(detail: ErrorDetails) -> str | None:
     if detail["type"] != "literal_error":
         return None
     choices = re.findall("'([^']*)'", detail["ctx"]["expected"])
-    same = _SAME_VALUES.get(str(value).lower())
-    return f"use `{same}`" if same in choices else _nearest(value, choices)
+    return _nearest(value, choices)
 
 
-_SEPARATED = re.compile(r"[0-9]{1,3}(?:[,_' ][0-9]{3})+")
-_OTHER_BASE = re.compile(r"0[xXoObB][0-9a-fA-F]{1,30}")
-MAX_DIGITS = 30
-
-
-def _number_meant(value: object) -> str | None:
-    """Suggests the number in the only valid form: decimal, without leading zeros, separators or quotes."""
-    if isinstance(value, float) and value.is_integer():
-        return f"write `{int(value)}`"
-    text = str(value).strip()
-    if _SEPARATED.fullmatch(text):
-        return f"write `{re.sub('[^0-9]', '', text)}`"
-    if _OTHER_BASE.fullmatch(text):
-        with contextlib.suppress(ValueError):
-            return f"write `{int(text, 0)}`"
-    if isinstance(value, str) and text.isdecimal() and len(text) <= MAX_DIGITS:
-        quotes = "" if text.startswith("0") or not text.isascii() else ", without quotes"
-        return f"write `{int(text)}`{quotes}"
-    return None
+_NUMBER = re.compile(r"[1-9][0-9]{0,29}")
 
 
 def _boolean_meant(value: object) -> str | None:
@@ -249,17 +216,10 @@ def _section_meant(value: object) -> str | None:
         return f"write each flag as a key, without hyphens: `{snake_case(flag[1])}: {flag[2] or 'true'}`"
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return "remove the `- ` in front of its keys"
-    return _missing_space(value)
+    return None
 
 
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?:[= ]([^\s-]\S*))?")
-_GLUED = re.compile(r"[a-z_]+:\S+")
-
-
-def _missing_space(value: object) -> str | None:
-    if not isinstance(value, str) or not _GLUED.fullmatch(value):
-        return None
-    return f"add a space after the colon: `{value.replace(':', ': ', 1)}`"
 
 
 def _nearest(value: object, choices: Iterable[str]) -> str | None:

@@ -27,8 +27,6 @@ UNITS = {
 MAX_BYTES = 2**60
 
 _BY_LOWER = {unit.lower(): factor for unit, factor in UNITS.items()}
-_BINARY = re.compile(r"([kmgtp])(?:i|[a-z]+bibytes?)")  # of Kubernetes: `64Gi` is 64 GiB
-_WORD = re.compile(r"([kmgtp])(?:igs?|egs?|[a-z]+bytes?)?")
 _PATTERN = re.compile(r"(?P<number>(?:0|[1-9][0-9]*)(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
 
 
@@ -41,13 +39,6 @@ def parse_size(text: str) -> int:
     if not unit:
         raise ValueError(f"requires a unit, such as `{number}GB` or `{number}GiB`")
     factor = _BY_LOWER.get(unit.lower())
-    if factor is None and (meant := _BINARY.fullmatch(unit.lower())):
-        raise ValueError(f"has the unknown unit `{unit}`: write `{number}{meant[1].upper()}iB`")
-    if factor is None and (meant := _WORD.fullmatch(unit.lower())):
-        letter = meant[1].upper()
-        raise ValueError(
-            f"has the unknown unit `{unit}`: write `{number}{letter}B`, or `{number}{letter}iB` in powers of 2"
-        )
     if factor is None:
         raise ValueError(f"has the unknown unit `{shortened(unit)}`; units are {', '.join(UNITS)}")
     byte_count = int(Decimal(number) * factor)

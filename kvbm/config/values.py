@@ -55,18 +55,8 @@ def port_value(value: object) -> object:
 def absolute(directory: str) -> str:
     """ValueError for a path that depends on the current directory."""
     if not directory.startswith(("/", "~")):
-        raise ValueError(f"must be an absolute path or start with `~`, not `{directory}`{_path_of_url(directory)}")
+        raise ValueError(f"must be an absolute path or start with `~`, not `{directory}`")
     return directory
-
-
-def _path_of_url(text: str) -> str:
-    """Return what to write instead of a URL, as the end of a message."""
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return ""
-    if scheme.lower() == "file":
-        return f": write `/{rest.lstrip('/')}`"
-    return ": a store is set by `tiers.shared.url`" if scheme.lower() in SHARED_SCHEMES else ""
 
 
 SHARED_SCHEMES = ("s3", "gs", "az", "file", "mooncake")
@@ -77,7 +67,7 @@ def shared_url(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in SHARED_SCHEMES:
         known = ", ".join(f"`{name}://`" for name in SHARED_SCHEMES)
-        raise ValueError(f"must begin with one of {known}, not `{without_secrets(url)}`{_url_meant(url)}")
+        raise ValueError(f"must begin with one of {known}, not `{without_secrets(url)}`")
     if "@" in rest.partition("/")[0]:
         raise ValueError("must not contain credentials; set the variables of the store, such as `AWS_ACCESS_KEY_ID`")
     if "?" in rest or "#" in rest:
@@ -87,26 +77,6 @@ def shared_url(url: str) -> str:
     if not rest.strip("/"):
         raise ValueError(f"requires a name after `{scheme}://`")
     return url
-
-
-_NEARLY_URL = re.compile(rf"(?i)({'|'.join(SHARED_SCHEMES)}):/*(.*)")
-
-
-def _url_meant(text: str) -> str:
-    """Return how to write a directory or a bucket as a URL, as the end of a message."""
-    if text.startswith(("/", "~")):
-        return f": write `file://{text}`"
-    if text.startswith("."):
-        return ": write `file://` with an absolute path"
-    if (nearly := _NEARLY_URL.fullmatch(text)) is not None:
-        slashes = ":///" if nearly[1].lower() == "file" else "://"
-        return f": write `{nearly[1].lower()}{slashes}{nearly[2]}`"
-    if text.startswith(("http://", "https://")):
-        return ": write `s3://BUCKET`, and the address of the service into `DYN_KVBM_OBJECT_ENDPOINT`"
-    return f": write `s3://{text}`" if _BUCKET_NAME.fullmatch(text) else ""
-
-
-_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,62}(?:/[^\s:?#@]*)?")
 
 
 def environment_value(value: object) -> object:

@@ -13,6 +13,7 @@ profile, on no command line and in no log.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at
 from kvbm.config.form import NO_CAPACITY, OF_KUBERNETES, Form
 from kvbm.config.sizes import parse_size
-from kvbm.config.spelling import nearest_variable
+from kvbm.config.spelling import NEAR
 from kvbm.errors import ProfileError
 from kvbm.text.outside import without_secret_value
 
@@ -364,12 +365,12 @@ def _put_once(document: Document, path: list[str], entry: Entry) -> None:
 
 def _unknown(source: Source) -> ProfileError:
     name = source.label
-    nearest = nearest_variable(name, [one.name for one in VARIABLES if one.is_supported], prefix=PREFIX)
-    hint = f"did you mean `{nearest}`?" if nearest else f"`unset {name}`"
+    supported = {one.name.removeprefix(PREFIX): one.name for one in VARIABLES if one.is_supported}
+    written = name.strip().removeprefix("export ").strip().upper().removeprefix(PREFIX)
+    nearest = difflib.get_close_matches(written, supported, n=1, cutoff=NEAR)
+    hint = f"did you mean `{supported[nearest[0]]}`?" if nearest else f"`unset {name}`"
     if _OF_SERVICE.search(name):
         hint = OF_KUBERNETES
-    elif nearest is not None and "export" in name:
-        hint = f"remove `export` from the env file: `{nearest}=...`; only a shell reads it"
     return Mistake(f"unknown variable `{name}`", Source(name, source.text, 0, len(name)), hint=hint)
 
 

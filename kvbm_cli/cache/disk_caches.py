@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from kvbm.config.files import is_missing
@@ -38,11 +39,12 @@ from kvbm_cli.system.answering import require_answering
 from kvbm_cli.system.filesystem import expanded, write_atomically
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
-from kvbm_cli.terminal.read_progress import ReadProgress
 
 FORMATS = ("json", "csv")
 SHOWN_SKIPPED = 10
+PROGRESS_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,8 @@ def _verify(cache: CacheFacts) -> VerifyResult:
     if lock is None:
         print_note(f"{name} is in use by {_user(_stats(cache).pid)}: damaged blocks are reported but not dropped")
     try:
-        found = verify(cache.path, cache.superblock, progress=ReadProgress(name))
+        with ProgressDisplay("verifying", delay_s=PROGRESS_AFTER_S) as progress:
+            found = verify(cache.path, cache.superblock, progress=partial(progress.report_bytes, name))
         if found.bad and lock is not None:
             drop(cache.path, found.bad)
     except OSError as error:

@@ -6,14 +6,15 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm_cli.cache.store_objects import SHOWN_HEX, note_left_out
-from kvbm_cli.cache.store_selection import Selected, StoreRequest, opened, select
+from kvbm_cli.cache.store_selection import PROGRESS_AFTER_S, Selected, StoreRequest, opened, select
 from kvbm_cli.terminal.console import print_data, print_json
+from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted
-from kvbm_cli.terminal.read_progress import ReadProgress
 
 if TYPE_CHECKING:
     from kvbm.tiers.shared.protection import Protection
@@ -115,13 +116,14 @@ def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad
     from kvbm_cli.store.inventory import PARALLEL_READS
 
     verdict, bad = NamespaceVerdict(selected.name), []
-    progress, done = ReadProgress(selected.name[:SHOWN_HEX]), 0
-    for one in inventory.each(lambda extent: _read(inventory, extent, keys), selected.extents, threads=PARALLEL_READS):
-        done += one.extent.byte_count
-        progress(done, selected.byte_count)
-        if one.problem is not None:
-            bad.append(one.extent)
-        _count(verdict, one, has_secret=keys.has_secret)
+    read, done = partial(_read, inventory, keys=keys), 0
+    with ProgressDisplay("verifying", delay_s=PROGRESS_AFTER_S) as progress:
+        for one in inventory.each(read, selected.extents, threads=PARALLEL_READS):
+            done += one.extent.byte_count
+            progress.report_bytes(selected.name[:SHOWN_HEX], done, selected.byte_count)
+            if one.problem is not None:
+                bad.append(one.extent)
+            _count(verdict, one, has_secret=keys.has_secret)
     if bad and deletes_bad:
         verdict.deleted = len(bad) - len(inventory.delete(bad, lambda count: None))
     return verdict

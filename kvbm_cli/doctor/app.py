@@ -31,7 +31,7 @@ def doctor(
         ),
     ] = None,
     write: Annotated[
-        Path | None, path_option("--write", "FILE", "Write a copy of the profile with the recommended settings.")
+        Path | None, path_option("--write", "FILE", "Write a profile that extends it with the recommended settings.")
     ] = None,
     json: JsonOption = False,
 ) -> int:

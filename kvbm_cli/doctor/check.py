@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvbm.engines.table import copy_count
 from kvbm_cli.doctor.machine import Machine, PhaseCallback, ProbeFailed
 from kvbm_cli.system.answering import ANSWER_LIMIT_S
 from kvbm_cli.terminal.console import WIDTH, columns, print_data
@@ -99,6 +100,21 @@ class DoctorContext:
     @property
     def shared(self) -> SharedTierSection | None:
         return self.tiers.shared if self.tiers is not None else None
+
+    @property
+    def engine_count(self) -> int:
+        """How many engines have the tiers of the profile, each for itself."""
+        return 1 if self.resolved is None else copy_count(self.resolved.profile)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory for blocks (G2) of all engines, None if it is unknown."""
+        if self.sizing is not None:
+            return self.sizing.host.total_bytes * self.engine_count
+        host = self.tiers.host if self.tiers is not None else None
+        if host is None or host.is_auto or host.capacity_bytes is None:
+            return None
+        return host.capacity_bytes * self.engine_count
 
     def answer_of(
         self, name: str, python: str, program: str, arguments: Sequence[str], *, timeout_s: float, remedy: str

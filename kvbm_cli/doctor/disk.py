@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.sizes import format_size
-from kvbm.engines.table import copy_count
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
 from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
 from kvbm_cli.doctor import disk_features
@@ -181,22 +180,12 @@ def _space(context: DoctorContext, directory: Path, report: DiskReport) -> Itera
         remedy = f"{_smaller(context, free)}use another `tiers.disk.directory`"
         yield failure("free space", f"{finding}, the tier requires {format_size(needed)}", remedy, **facts)
     yield from _caches(directory, caches)
-    yield from _quotas_and_limits(context, report, needed)
 
 
 def _smaller(context: DoctorContext, room: int) -> str:
     """Suggests a capacity that fits; nothing if it is below host memory, because such a disk tier is useless."""
     fits = room * 9 // 10
-    return "" if fits < _host_bytes(context) else f"set `tiers.disk.capacity: {capacity(fits)}`, or "
-
-
-def _host_bytes(context: DoctorContext) -> int:
-    host = context.tiers.host if context.tiers is not None else None
-    if host is None:
-        return 0
-    explicit = 0 if host.is_auto else host.capacity_bytes or 0
-    sized = context.sizing.host.total_bytes if context.sizing is not None else explicit
-    return sized * _engine_count(context)
+    return "" if fits < (context.host_bytes or 0) else f"set `tiers.disk.capacity: {capacity(fits)}`, or "
 
 
 def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
@@ -214,42 +203,13 @@ def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
         yield ok("caches", finding, **facts)
 
 
-def _quotas_and_limits(context: DoctorContext, report: DiskReport, needed: int | None) -> Iterator[Check]:
-    """Check quotas and RLIMIT_FSIZE of this user; each engine has one file."""
-    arena_bytes = needed if needed is None else needed // _engine_count(context)
-    for quota in report.quotas:
-        finding = f"{quota.kind}: {format_size(quota.left_bytes)} of {format_size(quota.limit_bytes)} left"
-        facts = {"left_bytes": quota.left_bytes, "limit_bytes": quota.limit_bytes}
-        if needed is not None and needed > quota.left_bytes:
-            remedy = f"{_smaller(context, quota.left_bytes)}raise the quota"
-            yield failure("quota", f"{finding}, the tier requires {format_size(needed)}", remedy, **facts)
-        elif quota.left_bytes < report.free_bytes:
-            yield warning("quota", f"{finding}, less than the free space", **facts)
-        else:
-            yield ok("quota", finding, **facts)
-    limit = report.file_limit_bytes
-    if limit is None:
-        return
-    finding = f"files of this user are limited to {format_size(limit)} (RLIMIT_FSIZE)"
-    if arena_bytes is not None and arena_bytes > limit:
-        yield failure(
-            "file size", f"{finding}, the tier requires {format_size(arena_bytes)}", "run `ulimit -f unlimited`"
-        )
-    else:
-        yield warning("file size", finding, "run `ulimit -f unlimited`", limit_bytes=limit)
-
-
-def _engine_count(context: DoctorContext) -> int:
-    return 1 if context.resolved is None else copy_count(context.resolved.profile)
-
-
 def _needed_bytes(context: DoctorContext) -> int | None:
     if context.disk is None or context.disk.is_auto:
         return None
     if context.sizing is not None and context.sizing.disk is not None:
-        return context.sizing.disk.total_bytes * _engine_count(context)
+        return context.sizing.disk.total_bytes * context.engine_count
     capacity_bytes = context.disk.capacity_bytes
-    return None if capacity_bytes is None else capacity_bytes * _engine_count(context)
+    return None if capacity_bytes is None else capacity_bytes * context.engine_count
 
 
 def _leftovers(context: DoctorContext, directory: Path) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Checks of what a filesystem supports, from the report of disk_probe.py: fallocate, direct I/O, queues, speed.
+"""Checks of what a filesystem supports, from the report of disk_probe.py: fallocate, direct I/O, speed.
 
 A missing feature is a failure if the disk tier of the profile requires it, else a warning.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
-from kvbm.tiers.disk.files import PAGE_BYTES
 from kvbm_cli.doctor.check import OTHER_DIRECTORY, Check, CheckState, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO
@@ -26,9 +25,6 @@ def checks(
     assert report.by_open is not None
     assert report.by_fcntl is not None
     yield from _direct(context, report.by_open, report.by_fcntl, needs)
-    yield _alignment(report, report.by_open)
-    yield _punch_hole(report)
-    yield from queue_checks(context, report)
     if report.transfers is not None and not report.transfers.works:
         finding = f"transferring many blocks fails: {report.transfers.reason}"
         yield failure("speed", finding, f"check quotas, limits and the kernel log, or {OTHER_DIRECTORY}")
@@ -54,14 +50,6 @@ def _fallocate(
         return ok("fallocate", finding)
     check = failure if context.disk is not None else warning
     return check("fallocate", finding, "set `tiers.disk.zerofill: true`")
-
-
-def _punch_hole(report: DiskReport) -> Check:
-    assert report.punch_hole is not None
-    if report.punch_hole.works:
-        return ok("punch hole", "works")
-    finding = f"{report.punch_hole.reason}: while the engine runs, deleted blocks do not free disk space"
-    return warning("punch hole", finding)
 
 
 def _direct(
@@ -90,38 +78,6 @@ def _direct(
     if disk is not None and not disk.o_direct and needs.o_direct and not by_open.is_cached:
         finding = "off although it works: the page cache will hold a second copy of every block"
         yield warning("O_DIRECT", finding, "set `tiers.disk.o_direct: true`")
-
-
-def _alignment(report: DiskReport, way: DirectIO) -> Check:
-    claimed = report.claimed
-    if way.alignment is None:
-        return skipped("alignment", "direct I/O does not work")
-    found = f"{way.alignment} works; kvbm aligns to {PAGE_BYTES}"
-    if claimed is None or claimed.offset == 0:
-        return ok("alignment", f"{found}; statx reports none", works=way.alignment)
-    facts = {"works": way.alignment, "claimed_offset": claimed.offset, "claimed_memory": claimed.memory}
-    if claimed.offset < way.alignment:
-        finding = f"statx reports {claimed.offset}, but only {way.alignment} works"
-        return warning("alignment", finding, f"no action needed: kvbm aligns to {PAGE_BYTES}", **facts)
-    return ok("alignment", f"{found}; statx reports {claimed.offset} (memory {claimed.memory})", **facts)
-
-
-def queue_checks(context: DoctorContext, report: DiskReport) -> Iterator[Check]:
-    """Check the kernel queues that NIXL needs; `io: threads` needs none."""
-    assert report.io_uring is not None
-    assert report.aio is not None
-    wants_nixl = context.disk is not None and context.disk.io == "nixl"
-    ways = {"io_uring": report.io_uring, "aio": report.aio}
-    shown = ", ".join(f"{name} {'works' if way.works else f'fails ({way.reason})'}" for name, way in ways.items())
-    facts = {name: way.works for name, way in ways.items()}
-    if report.io_uring.works:
-        yield ok("kernel queues", shown, **facts)
-    elif report.aio.works:
-        finding = f"{shown}: NIXL falls back to aio; `tiers.disk.io: threads` needs neither"
-        yield warning("kernel queues", finding, **facts)
-    else:
-        check = failure if wants_nixl else warning
-        yield check("kernel queues", f"{shown}: NIXL cannot work", "set `tiers.disk.io: threads`", **facts)
 
 
 def _speed(speed: Speed) -> Iterator[Check]:

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
-from kvbm.engines.table import copy_count, kind_of
+from kvbm.engines.table import kind_of
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import gpus_of, node_of_pci_device
 from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, skipped, warning
-from kvbm_cli.profile.size import takes_evicted
+from kvbm_cli.profile.size import tier_warnings, tiers_of
 from kvbm_cli.runs.reservations import largest_run, living_runs, pending_memory
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.terminal.quantities import shown_rate
-
-if TYPE_CHECKING:
-    from kvbm.config.schema import Tiers
-    from kvbm.sizing import TierSize
 
 PREFAULT_BYTES, QUICK_PREFAULT_BYTES = 1 << 30, 128 << 20
 SHARE_OF_ROOM = 10
@@ -32,7 +26,7 @@ SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 def checks(context: DoctorContext) -> Iterator[Check]:
-    needed = _needed_bytes(context)
+    needed = context.host_bytes
     gpus = gpus_of(context.machine.memory)
     yield from _room(context, needed)
     yield from _own_of_engine(context)
@@ -40,20 +34,6 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     yield _huge_pages(context, needed)
     yield from _start(context, needed)
     yield from _nodes(context, gpus)
-
-
-def _needed_bytes(context: DoctorContext) -> int | None:
-    if context.sizing is not None:
-        return context.sizing.host.total_bytes * _copies(context)
-    host = context.tiers.host if context.tiers is not None else None
-    if host is None or host.is_auto or host.capacity_bytes is None:
-        return None
-    return host.capacity_bytes * _copies(context)
-
-
-def _copies(context: DoctorContext) -> int:
-    """Return how many engines have the tiers of the profile, each for itself."""
-    return copy_count(context.resolved.profile) if context.resolved is not None else 1
 
 
 def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
@@ -103,7 +83,7 @@ def _own_of_engine(context: DoctorContext) -> Iterator[Check]:
 def _room_remedy(context: DoctorContext, left_bytes: int, living: Sequence[EngineRun]) -> str:
     largest = largest_run(living)
     stop = f"run `kvbm stop {shlex.quote(largest.name)}`" if largest is not None else None
-    fitting = left_bytes * 9 // 10 // _copies(context)
+    fitting = left_bytes * 9 // 10 // context.engine_count
     if fitting < LEAST_CAPACITY and stop is not None:
         return stop
     remedy = f"set `tiers.host.capacity: {capacity(fitting)}` or less"
@@ -180,50 +160,17 @@ def order_checks(context: DoctorContext) -> Iterator[Check]:
         yield skipped("order", "the sizes of the tiers are unknown without a profile", "add `--profile PROFILE`")
         return
     if sizing is None:
-        yield from _by_bytes(resolved.profile.tiers)
         return
     if sizing.device is None:
         yield skipped("G1", "the engine determines its number of blocks at start-up")
-    host = sizing.host if resolved.profile.tiers.host is not None else None
-    present = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
-    for (above, larger), (below, smaller) in pairwise((name, tier) for name, tier in present if tier is not None):
-        if below == "G2" and smaller.token_count < larger.token_count and takes_evicted(resolved.profile, sizing):
-            yield ok("G1 <= G2", "G2 is smaller, and takes the blocks that G1 evicts")
-        else:
-            yield _order_of(above, larger, below, smaller)
+    found = tier_warnings(resolved, sizing)
+    for text in found:
+        yield warning("order", text, "raise the capacity of the tier")
+    if not found:
+        tokens = {name: tier.token_count for name, tier in tiers_of(resolved, sizing).items()}
+        yield ok("order", f"tokens: {', '.join(f'{name} {count:,}' for name, count in tokens.items())}", **tokens)
     kind = kind_of(resolved.profile)
-    if host is None and kind.own_memory(resolved.profile, None) is not None:
+    if resolved.profile.tiers.host is None and kind.own_memory(resolved.profile, None) is not None:
         yield ok("G2", f"{kind.traits.title}'s own host memory; pages pass through a small buffer of kvbm")
-    elif host is None:
+    elif resolved.profile.tiers.host is None:
         yield warning("G2", "no host tier: every block passes through a small buffer", "set `tiers.host.capacity`")
-
-
-def _by_bytes(tiers: Tiers) -> Iterator[Check]:
-    """Compare capacities, for an engine whose block size is not known yet."""
-    present = [tier for tier in (tiers.host, tiers.disk) if tier is not None and not tier.is_auto]
-    sizes = [tier.capacity_bytes for tier in present]
-    if len(sizes) < 2 or None in sizes:
-        return
-    host, disk = (size or 0 for size in sizes)
-    finding = f"{format_size(host)} and {format_size(disk)}"
-    if disk < host:
-        finding += ": G3 is smaller than G2 and adds little"
-        yield warning(
-            "G2 <= G3",
-            finding,
-            f"set `tiers.disk.capacity` to {capacity(host)} or more, or lower `tiers.host.capacity`",
-        )
-    else:
-        yield ok("G2 <= G3", finding)
-
-
-def _order_of(above: str, upper: TierSize, below: str, lower: TierSize) -> Check:
-    name = f"{above} <= {below}"
-    finding = f"{upper.token_count:,} and {lower.token_count:,} tokens"
-    facts = {above: upper.token_count, below: lower.token_count}
-    if lower.token_count < upper.token_count:
-        least = -(-lower.block_count * upper.token_count // lower.token_count)
-        key = lower.set_by.rpartition(".")[0]
-        finding += f": {below} is smaller than {above} and adds little"
-        return warning(name, finding, f"set `{key}.blocks: {least}` or more, or make {above} smaller", **facts)
-    return ok(name, finding, **facts)

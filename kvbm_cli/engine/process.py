@@ -37,7 +37,6 @@ from kvbm.errors import EngineError, EnvironmentProblem, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.engine.failure_reason import failure_reason_of, oom_kills
 from kvbm_cli.engine.readiness import Readiness
-from kvbm_cli.system.engine_tmpdir import EngineTmpdir
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers, shared_files
 from kvbm_cli.system.socket_owner import is_served_by
@@ -58,15 +57,13 @@ class EngineProcess:
         child: subprocess.Popen[bytes],
         plan: LaunchPlan,
         leftovers: Leftovers,
-        tmpdir: EngineTmpdir,
         log: BinaryIO,
         log_start: int,
     ) -> None:
-        """Consumes `leftovers` and `tmpdir`, borrows `log`."""
+        """Consumes `leftovers`, borrows `log`."""
         self._child = child
         self._guard = GuardProcess(leftovers, log=log)
         self._leftovers = leftovers
-        self._tmpdir = tmpdir
         self._log = EngineLog(Path(log.name), log_start)
         self._stop_log: EngineLog | None = None
         self._started = time.monotonic()
@@ -81,11 +78,11 @@ class EngineProcess:
         or if its log or a file of the plan cannot be written."""
         _check_program(plan)
         _write_files(plan)
-        with _open_log(log_path) as log:
+        with open_log(log_path) as log:
             log_start = log.tell()  # before the start: the engine shares the file position
             existing_files = set(shared_files())
             tmpdir = _make_tmpdir(plan)
-            environment = {**engine_environment(plan, os.environ), "TMPDIR": tmpdir.path}
+            environment = {**engine_environment(plan, os.environ), "TMPDIR": tmpdir}
             if plan.has_admin_token and not environment.get(ADMIN_VARIABLE):
                 environment[ADMIN_VARIABLE] = secrets.token_urlsafe()
             try:
@@ -98,17 +95,15 @@ class EngineProcess:
                     process_group=0,
                 )
             except BaseException:
-                os.rmdir(tmpdir.path)
-                tmpdir.release()
+                os.rmdir(tmpdir)
                 raise
-            leftovers = Leftovers(tmpdir.path, process_group=child.pid, existing_files=existing_files)
+            leftovers = Leftovers(tmpdir, process_group=child.pid, existing_files=existing_files)
             try:
-                process = cls(child, plan, leftovers, tmpdir, log, log_start)
+                process = cls(child, plan, leftovers, log, log_start)
                 process.admin_token = environment[ADMIN_VARIABLE] if plan.has_admin_token else None
                 return process
             except BaseException:  # no guard could be started
                 leftovers.remove()
-                tmpdir.release()
                 child.wait()
                 raise
 
@@ -231,7 +226,6 @@ class EngineProcess:
         self._is_removed = True
         if not self._guard.remove(GUARD_TIMEOUT_S):
             self._guard.kill_and_remove()
-        self._tmpdir.release()
 
     def _listens_at(self, address: str) -> bool:
         port = urlsplit(self.plan.health_url).port
@@ -298,12 +292,12 @@ def _bound_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _make_tmpdir(plan: LaunchPlan) -> EngineTmpdir:
+def _make_tmpdir(plan: LaunchPlan) -> str:
     """Create the engine's TMPDIR below the profile's or the caller's, or below /tmp if their name is too long."""
     preferred = plan.environment.get("TMPDIR") or tempfile.gettempdir()
     parent = preferred if len(preferred) <= LONGEST_TMPDIR else "/tmp"
     try:
-        return EngineTmpdir(parent)
+        return tempfile.mkdtemp(prefix="kvbm-tmp-", dir=parent)
     except OSError as error:
         reason = reason_of(error)
         raise EnvironmentProblem(f"cannot create a temporary directory in `{parent}`: {reason}") from None
@@ -337,11 +331,14 @@ def _log_or_nothing(path: Path) -> BinaryIO:
         return open(os.devnull, "ab", buffering=0)
 
 
-def _open_log(path: Path) -> BinaryIO:
+def open_log(path: Path) -> BinaryIO:
+    """Open the log to append, and create it if it is missing. Raises EnvironmentProblem."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not (path.is_file() or path.is_dir()) and path.resolve() != Path(os.devnull):
             raise OSError(errno.EINVAL, "not a regular file")
         return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))  # it may hold prompts
     except OSError as error:
-        raise EnvironmentProblem(f"cannot write the engine's log `{path}`: {reason_of(error)}") from None
+        reason = f"{path.parent} is not a directory" if isinstance(error, FileExistsError) else reason_of(error)
+        message = f"cannot write the engine's log `{path}`: {reason}"
+        raise EnvironmentProblem(message, hint="name another file with `--log FILE`, or remove `--log`") from None

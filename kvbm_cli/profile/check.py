@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.config.document import Mistake, together
-from kvbm.config.load import Examined, place_of
-from kvbm.errors import ProfileError
+from kvbm.config.load import Examined, ResolvedProfile, place_of
+from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import StateLevel
+from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.profile.machine_problems import order_problems, problems_here
 from kvbm_cli.profile.preflight import all_mistakes
 from kvbm_cli.profile.resolve import examined
@@ -29,6 +30,7 @@ def check_profile(
     except ProfileError as error:
         found = Examined(place_of(list(map(Path, references))), (error,), None)
     sizing, mistakes = all_mistakes(found)
+    mistakes += [] if found.resolved is None else workload_mistakes(found.resolved)
     warnings = list(found.resolved.warnings) if found.resolved is not None else []
     has_problem, notes = False, []
     if found.resolved is not None and sizing is not None and not mistakes:
@@ -48,6 +50,18 @@ def check_profile(
         raise together(mistakes)
     print_data("\n".join([f"{found.place}: no mistakes found", *(f"note: {note}" for note in notes)]))
     return int(is_strict and has_problem)
+
+
+def workload_mistakes(resolved: ResolvedProfile) -> list[ProfileError]:
+    """Return the mistakes of a workload of `kvbm bench` that is missing or invalid."""
+    try:
+        if (workload := resolved.profile.bench.workload) is not None:
+            load_workload(workload)
+    except UsageError as error:
+        return [resolved.mistake("bench.workload", error.message, hint=error.hint)]
+    except ProfileError as mistake:
+        return [mistake]
+    return []
 
 
 def _as_data(mistake: ProfileError) -> dict[str, object]:

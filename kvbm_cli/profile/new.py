@@ -23,6 +23,7 @@ from kvbm.config.variables import other_variables
 from kvbm.engines.table import examine_written, load
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError, reason_of
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.check import workload_mistakes
 from kvbm_cli.profile.machine_problems import problems_here, warn_of
 from kvbm_cli.profile.preflight import all_mistakes, examine_here
 from kvbm_cli.profile.text import short_text, whole_text
@@ -161,6 +162,7 @@ def _examined(
     """Return the document to write and its profile. ProfileError for anything `kvbm profile check` refuses."""
     written, examined = _examine(file, answers, overrides, parents)
     sizing, mistakes = all_mistakes(examined)
+    mistakes += [] if examined.resolved is None else workload_mistakes(examined.resolved)
     if mistakes:
         raise together(mistakes)
     assert examined.resolved is not None, "no mistakes means a profile"

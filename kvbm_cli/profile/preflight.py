@@ -1,4 +1,4 @@
-"""Mistakes of a profile that only this machine can find: model, interpreter, address, lengths, directory, workload.
+"""Mistakes of a profile that only this machine can find: model, interpreter, address, lengths, directory.
 
 `kvbm profile check`, `serve` and `bench` run the same checks. A mistake is shown at the place of its key. What the
 machine lacks for a valid profile is found by machine_problems.py.
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from kvbm.config.document import together
 from kvbm.config.values import count_of
 from kvbm.engines.table import kind_of, metrics_count
-from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
+from kvbm.errors import EnvironmentProblem, ProfileError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing, StateLevel
 from kvbm.sizing.families.facts import text_facts
 from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES
-from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.profile.state_check import state_findings
@@ -41,7 +40,7 @@ def check(resolved: ResolvedProfile, *, has_cache: bool = True, verifies_flags: 
     """
     sizing, mistakes = examine_here(resolved, has_cache=has_cache, verifies_flags=verifies_flags)
     if mistakes:
-        raise together([*mistakes, *_of_workload(resolved)])
+        raise together(mistakes)
     assert sizing is not None, "a profile without mistakes has sizes or a reason why not"
     return sizing
 
@@ -50,11 +49,10 @@ def all_mistakes(
     examined: Examined, *, has_cache: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Return the sizes if known, and all mistakes of a profile: its own, and in valid keys those that only this machine
-    can find, including those of the workload of `kvbm bench`."""
+    can find."""
     if examined.resolved is None:
         return None, list(examined.mistakes)
     sizing, found = examine_here(examined.resolved, has_cache=has_cache)
-    found += _of_workload(examined.resolved)
     known = {getattr(one, "key", "") for one in examined.mistakes}
     return sizing, [*examined.mistakes, *(one for one in found if getattr(one, "key", None) not in known)]
 
@@ -88,49 +86,6 @@ def examine_here(
         except ProfileError as mistake:
             mistakes.append(mistake)
     return sizing, mistakes
-
-
-def require_log(path: Path) -> None:
-    """EnvironmentProblem for a log that cannot be written, before anything is created."""
-    if (reason := _reason_not_writable(path)) is not None:
-        raise EnvironmentProblem(
-            f"cannot write the engine's log `{path}`: {reason}",
-            hint="name another file with `--log FILE`, or remove `--log`",
-        )
-
-
-def _reason_not_writable(path: Path) -> str | None:
-    """Return why the file cannot be written or created, None if it can."""
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        holder = nearest_existing(Path(os.path.abspath(path)).parent)
-        if not os.path.isdir(holder):
-            return f"{holder} is not a directory"
-        if os.statvfs(holder).f_flag & os.ST_RDONLY:
-            return "read-only file system"
-        return None if os.access(holder, os.W_OK | os.X_OK) else "permission denied"
-    except NotADirectoryError:
-        return f"{nearest_existing(Path(os.path.abspath(path)))} is not a directory"
-    except OSError as error:
-        return reason_of(error)
-    if stat.S_ISDIR(mode):
-        return "is a directory"
-    if not stat.S_ISREG(mode) and os.path.realpath(path) != os.devnull:
-        return "is not a regular file"
-    return None if os.access(path, os.W_OK) else "permission denied"
-
-
-def _of_workload(resolved: ResolvedProfile) -> list[ProfileError]:
-    """Return the mistakes of a workload of `kvbm bench` that is missing or invalid."""
-    try:
-        if (workload := resolved.profile.bench.workload) is not None:
-            load_workload(workload)
-    except UsageError as error:
-        return [resolved.mistake("bench.workload", error.message, hint=error.hint)]
-    except ProfileError as mistake:
-        return [mistake]
-    return []
 
 
 def _require_program(resolved: ResolvedProfile) -> None:

@@ -29,19 +29,23 @@ _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
     """Return a warning for each tier that adds little: it is smaller than the one above it, or, with states, than a
     sequence."""
-    host = sizing.host if resolved.profile.tiers.host is not None else None  # else a buffer, not a tier
-    tiers = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
-    present = [(name, tier) for name, tier in tiers if tier is not None]
     smaller = (
         f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
         "so it adds little"
-        for (above, upper), (below, lower) in pairwise(present)
-        if lower.token_count < upper.token_count and not (below == "G2" and takes_evicted(resolved.profile, sizing))
+        for (above, upper), (below, lower) in pairwise(tiers_of(resolved, sizing).items())
+        if lower.token_count < upper.token_count and not (below == "G2" and _takes_evicted(resolved.profile, sizing))
     )
     return (*smaller, *sequence_warnings(resolved, sizing))
 
 
-def takes_evicted(profile: Profile, sizing: Sizing) -> bool:
+def tiers_of(resolved: ResolvedProfile, sizing: Sizing) -> dict[str, TierSize]:
+    """Return the tiers of known size by name. Without a host tier, G2 is a buffer, not a tier."""
+    host = sizing.host if resolved.profile.tiers.host is not None else None
+    tiers = {"G1": sizing.device, "G2": host, "G3": sizing.disk}
+    return {name: tier for name, tier in tiers.items() if tier is not None}
+
+
+def _takes_evicted(profile: Profile, sizing: Sizing) -> bool:
     """Whether G2 gets the blocks that G1 evicts (`offload.to_host: on_evict`), so that a small one adds its blocks."""
     from kvbm.leader.late_offloads import reason_to_copy_at_once
 

@@ -22,9 +22,9 @@ from kvbm.engines.table import how_to_make_model, kind_of, make_model, versions
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-from kvbm_cli.engine.process import choose_port
+from kvbm_cli.engine.process import choose_port, open_log
 from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
-from kvbm_cli.profile.preflight import check, require_log
+from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.runs.memory_claims import claiming
 from kvbm_cli.runs.reservations import taken_ports
@@ -51,8 +51,8 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
     """Run the engine of a profile and return its exit code; if detached, returns 0 when it is ready."""
     if options.is_detached and options.is_dry_run:
         raise UsageError("`--dry-run` and `--detach` cannot be combined", hint="omit one of them")
-    if options.log is not None:
-        require_log(options.log)
+    if options.log is not None and not options.is_dry_run:
+        open_log(options.log).close()  # fails here, before the checks
     background = None
     paths = _may_hang(options)
     if options.is_detached:

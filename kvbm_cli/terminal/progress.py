@@ -57,6 +57,9 @@ class ProgressDisplay:
             self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
             self._thread.start()
 
+    def report_bytes(self, what: str, done: int, total: int) -> None:
+        self.report(f"{what}, {done >> 20} of {total >> 20} MiB")
+
     def clear(self) -> None:
         """Remove the line and start the clock again; to be called before something else is printed."""
         with self._lock:

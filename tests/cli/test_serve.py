@@ -27,7 +27,7 @@ from waiting import eventually, is_gone
 from kvbm.engines.embedded.http.server import Server
 from kvbm.engines.table import kind_of
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.engine.process import _open_log
+from kvbm_cli.engine.process import open_log
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.runs.log_tail import CHUNK_BYTES, LogTail, shown_line, start_of_last_lines
 from kvbm_cli.serve.command import _targets
@@ -403,8 +403,8 @@ def test_a_log_must_be_a_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (Path("/dev/full"), tmp_path / "fifo", tmp_path):
         with pytest.raises(EnvironmentProblem):
-            _open_log(path)
-    _open_log(Path("/dev/null")).close()
+            open_log(path)
+    open_log(Path("/dev/null")).close()
 
 
 def test_a_server_whose_log_is_full_goes_on(monkeypatch):

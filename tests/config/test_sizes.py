@@ -38,7 +38,7 @@ def test_size_is_read_in_its_unit(text: str, byte_count: int) -> None:
         ("1e3GB", "must be a size such as 100GB or 64GiB, not `1e3GB`"),
         ("nan", "must be a size such as 100GB or 64GiB, not `nan`"),
         ("100", "requires a unit, such as `100GB` or `100GiB`"),
-        ("5G", "has the unknown unit `G`: write `5GB`, or `5GiB` in powers of 2"),
+        ("5G", "has the unknown unit `G`; units are B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"),
         ("5 Gbit", "has the unknown unit `Gbit`; units are B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"),
         ("1EiB", "has the unknown unit `EiB`; units are B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"),
         ("010MB", "must be a size such as 100GB or 64GiB, not `010MB`"),

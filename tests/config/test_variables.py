@@ -255,9 +255,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     "negative": ({C: "-5"}, f"`{C}` must be {GB}, not `-5`", None),
     "not a number": ({C: "NaN"}, f"`{C}` must be {GB}, not `NaN`", None),
     "infinite": ({D: "inf"}, f"`{D}` must be {GB}, not `inf`", None),
-    "with a unit": ({C: "100GB"}, f"`{C}` must be {GB}, not `100GB`", f"use `{C}=100`"),
-    "in another unit": ({C: "64 GiB"}, f"`{C}` must be {GB}, not `64 GiB`", f"use `{C}=68.719476736`"),
-    "in terabytes": ({D: "0.5T"}, f"`{D}` must be {GB}, not `0.5T`", f"use `{D}=500`"),
+    "with a unit": ({C: "100GB"}, f"`{C}` must be {GB}, not `100GB`", None),
     "decimal comma": ({C: "2,5"}, f"`{C}` must be {GB}, not `2,5`", None),
     "huge": ({C: "1e30"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `{VALUE}`", None),
     "less than a byte": ({C: "1e-20"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB", None),
@@ -265,12 +263,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     "blocks with a fraction": (
         {BLOCKS: "12.0"},
         f"`{BLOCKS}` must be a whole number, not `12.0`",
-        f"use `{BLOCKS}=12`",
-    ),
-    "blocks with commas": (
-        {BLOCKS: "1,000,000"},
-        f"`{BLOCKS}` must be a whole number, not `1,000,000`",
-        f"use `{BLOCKS}=1000000`",
+        None,
     ),
     "negative blocks": ({BLOCKS: "-1"}, f"`{BLOCKS}` must be a whole number, not `-1`", None),
     "blocks out of range": ({BLOCKS: "9" * 18}, "`tiers.host.blocks` must be at most 1099511627776", None),
@@ -324,12 +317,12 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     "words swapped": (
         {"DYN_KVBM_CACHE_CPU_GB": "1"},
         "unknown variable `DYN_KVBM_CACHE_CPU_GB`",
-        f"did you mean `{C}`?",
+        "`unset DYN_KVBM_CACHE_CPU_GB`",
     ),
     "bucket as a URL": (
         {C: "1", BUCKET: "s3://kv-cache/"},
         f"`{BUCKET}` must be the name of a bucket, not `s3://kv-cache/`",
-        f"use `{BUCKET}=kv-cache`",
+        None,
     ),
     "bucket per worker": (
         {C: "1", BUCKET: "kv-{worker_id}"},

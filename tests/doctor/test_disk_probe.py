@@ -2,7 +2,6 @@
 
 import errno
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from kvbm.tiers.disk.io.threads import IoRun, ThreadsIO
 from kvbm_cli.doctor.probes import disk as module
 from kvbm_cli.doctor.probes.disk import RecommendedSettings, probe, recommend
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeFile, ProbeOutcome
-from kvbm_cli.doctor.probes.quota import limit_of
 from kvbm_cli.system.mounts import mount_of
 
 WORKS, UNSUPPORTED, FULL = ProbeOutcome(True), ProbeOutcome(False, "ENOTSUP"), ProbeOutcome(False, "ENOSPC")
@@ -63,13 +61,6 @@ def test_what_is_recommended(name):
 def test_mount_of_a_path(path, kind, tmp_path):
     (tmp_path / "mountinfo").write_text(MOUNTS)
     assert mount_of(Path(path), tmp_path / "mountinfo").kind == kind
-
-
-@pytest.mark.parametrize(
-    ("hard", "soft", "expected"), [(0, 0, None), (2048, 1024, (2 << 20, 4096)), (0, 1024, (1 << 20, 4096))]
-)
-def test_limit_of_a_user(hard, soft, expected):
-    assert limit_of(struct.pack("=8QI4x", hard, soft, 4096, 0, 0, 0, 0, 0, 0)) == expected
 
 
 def test_everything_is_found_about_a_directory(tmp_path):

@@ -30,9 +30,8 @@ from kvbm_cli.doctor.memory import checks, order_checks
 from kvbm_cli.doctor.probes.disk import RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.probes.engine import PROBES as ENGINE_PROBES
-from kvbm_cli.doctor.probes.quota import Quota
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.size import size_of, tier_warnings
+from kvbm_cli.profile.size import size_of
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.filesystem import state_directory
 from kvbm_cli.system.mounts import Mount
@@ -62,17 +61,13 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
             mount=Mount("fuse.sshfs", "host:/data", "/data"),
             free_bytes=10**8,
             fallocate=ENOTSUP,
-            punch_hole=ENOTSUP,
-            claimed=None,
             by_open=REFUSED,
             by_fcntl=DirectIO(True, None, 512, False),
-            io_uring=ProbeOutcome(False, "EPERM"),
             settings=RecommendedSettings("default", False, True),
             speed=None,
             reason="a tenth of the free space holds 2 blocks of 131072 bytes",
         )
     },
-    "quota": lambda: {"report": replace(GOOD, quotas=(Quota("user", 2**29, 2**28),), file_limit_bytes=2**20)},
     "hanging_disk": lambda: {"report": "no answer within 9 s"},
     "little_memory": lambda: {
         "meminfo": MEMINFO.replace("48828125", "32768"),
@@ -102,7 +97,7 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
         }
     },
 }
-FAILING = {"poor_disk", "quota", "hanging_disk", "little_memory", "broken_engine", "variables"}
+FAILING = {"poor_disk", "hanging_disk", "little_memory", "broken_engine", "variables"}
 
 
 @pytest.fixture(autouse=True)
@@ -283,25 +278,22 @@ def test_what_variables_amount_to(variables, line, tmp_path, capsys):
 SMALLER = {
     "G2_in_tokens": (
         "tiers.host.capacity=4MiB",
-        "warning  G1 <= G2",
-        "set `tiers.host.blocks: 64` or more, or make G1 smaller",
+        "warning order G2 holds",
     ),
     "G3_in_tokens": (
         "tiers.disk.capacity=16MiB",
-        "warning  G2 <= G3",
-        "set `tiers.disk.blocks: 512` or more, or make G2 smaller",
+        "warning order G3 holds",
     ),
 }
 
 
 @pytest.mark.parametrize("name", SMALLER)
 def test_tier_that_is_smaller_than_the_one_above(name, tmp_path, profile, capsys):
-    override, line, remedy = SMALLER[name]
+    override, finding = SMALLER[name]
     options = {"directory": None, "as_json": False, "is_quick": True, "write": None}
     assert doctor([str(profile)], [override], machine=machine(tmp_path / "machine"), **options) == 0
     shown = capsys.readouterr().out
-    assert f"  {line} " in shown
-    assert f"remedy: {remedy}\n" in shown
+    assert finding in " ".join(shown.split())
 
 
 def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path, capsys):
@@ -311,7 +303,6 @@ def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path, capsys):
     )
     shown = run(capsys, str(tmp_path / "mine.yaml"), is_quick=True, machine=machine(tmp_path / "machine")).stdout
     assert "  skipped  size " in shown
-    assert "  warning  G2 <= G3           1.9 GiB and 953.7 MiB: G3 is smaller" in shown
     assert "  skipped  onboarding         tokens/s depend on the block size, which is" in shown
 
 
@@ -458,10 +449,9 @@ def test_host_memory_below_g1_adds_little_unless_it_takes_what_g1_evicts(tmp_pat
     sizes = ("tiers.host.capacity=10GB", "engine.arguments.num_gpu_blocks_override=9000")
     found = load("vllm", directories=[profiles_directory()], overrides=[*sizes, change])
     sizing = size_of(found)
-    assert any("of G1, so it adds little" in one for one in tier_warnings(found, sizing)) == adds_little
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
-    (order,) = [one for one in order_checks(context) if one.name == "G1 <= G2"]
-    assert order.state.value == ("warning" if adds_little else "ok")
+    found = {one.finding for one in order_checks(context) if one.state.value == "warning"}
+    assert any("of G1, so it adds little" in one for one in found) == adds_little
 
 
 @pytest.mark.parametrize(

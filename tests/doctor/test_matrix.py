@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doctor_machine import machine
-from filesystems import KINDS, MIB, Unavailable, mounted
+from filesystems import KINDS, Unavailable, mounted
 from waiting import eventually
 
 from kvbm.engines.table import load
@@ -32,11 +31,8 @@ from kvbm.host.segment import Segment
 from kvbm.tiers.disk.orders import Read, Write
 from kvbm.tiers.disk.settings import DiskSettings, Namespace
 from kvbm.tiers.disk.storage import DiskStorage
-from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.disk_features import queue_checks
 from kvbm_cli.doctor.machine import run_probe
-from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = """\
@@ -46,7 +42,7 @@ tiers:
   host: {capacity: 8MiB}
   disk:
     directory: %s
-    capacity: %s   # as much as fits
+    capacity: %s
 """
 DIRECT = ("default", True, False)
 DIRECT_ZEROS = ("default", True, True)
@@ -70,22 +66,15 @@ class Row:
         return int("failure" in self.states.values())
 
 
-LIE = {"filesystem": "warning", "fallocate": "failure", "punch hole": "warning", "alignment": "skipped"}
+LIE = {"filesystem": "warning", "fallocate": "failure"}
 TABLE = (
-    Row("ext4", DIRECT, findings={"alignment": "statx reports 512 (memory 512)"}),
-    Row("ext4-1k", DIRECT, findings={"alignment": "statx reports 512 (memory 512)"}),
-    Row("ext4-4096-sectors", DIRECT, findings={"alignment": "statx reports 4096 (memory 512)"}),
+    Row("ext4", DIRECT),
+    Row("ext4-1k", DIRECT),
+    Row("ext4-4096-sectors", DIRECT),
     Row("ext2", DIRECT_ZEROS, {"fallocate": "failure"}, {"fallocate": "ENOTSUP"}),
-    Row("xfs", DIRECT, findings={"alignment": "statx reports 512 (memory 512)"}),
-    Row("xfs-4096-sectors", DIRECT, findings={"alignment": "statx reports 4096 (memory 512)"}),
+    Row("xfs", DIRECT),
+    Row("xfs-4096-sectors", DIRECT),
     Row("btrfs", DIRECT, findings={"O_DIRECT by open": "the page cache is still used"}),
-    Row(
-        "btrfs-quota",
-        DIRECT,
-        {"quota": "failure", "speed": "skipped"},
-        {"quota": "20.0 MiB left", "speed": "a tenth of the free space holds only"},
-        capacity="64MiB",
-    ),
     Row("tmpfs", DIRECT, {"filesystem": "warning"}, {"filesystem": "is in memory"}),
     Row(
         "ramfs",
@@ -96,8 +85,6 @@ TABLE = (
             "fallocate": "failure",
             "O_DIRECT by open": "warning",
             "O_DIRECT by fcntl": "failure",
-            "alignment": "skipped",
-            "punch hole": "warning",
         },
         {"O_DIRECT by open": "EINVAL", "filesystem": "is in memory"},
     ),
@@ -233,7 +220,6 @@ def test_verdict_and_what_is_recommended(row, tmp_path, capsys):
             return
         written = load(str(tmp_path / "written.yaml"), directories=[]).profile.tiers.disk
         assert (written.allocator, written.o_direct, written.zerofill) == row.recommended
-        assert "# as much as fits" in (tmp_path / "written.yaml").read_text()
         recommended = dict(zip(("allocator", "o_direct", "zerofill"), row.recommended, strict=True))
         for persist in (False, True):
             move_blocks(point / "cache", recommended, persist=persist)
@@ -282,60 +268,5 @@ def processes() -> Iterator[tuple[int, bytes]]:
                 yield int(entry.name), (entry / "cmdline").read_bytes()
 
 
-def test_limit_on_the_size_of_files(tmp_path, capsys):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, before[1]))
-    try:
-        data = examine(capsys, tmp_path, tmp_path / "cache", "16MiB")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    check = disk_checks(data)["file size"]
-    assert (check["state"], check["remedy"]) == ("failure", "run `ulimit -f unlimited`")
-    assert check["finding"] == "files of this user are limited to 8.0 MiB (RLIMIT_FSIZE), the tier requires 16.0 MiB"
-    assert not (tmp_path / "cache").exists()
-
-
-# Refuses io_uring_setup and io_setup with EPERM, as the default of Docker does with the first, and becomes a program.
-DENYING = """
-import ctypes, os, struct, sys
-libc = ctypes.CDLL(None, use_errno=True)
-numbers = [int(number) for number in sys.argv[1].split(",")]
-load, equal, deny, allow = 0x20, 0x15, 0x06, 0x06
-steps = [(load, 0, 0, 0)]
-for left, number in enumerate(numbers):
-    steps.append((equal, len(numbers) - left, 0, number))
-steps += [(allow, 0, 0, 0x7FFF0000), (deny, 0, 0, 0x00050001)]
-program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-head = ctypes.create_string_buffer(struct.pack("=HxxxxxxQ", len(steps), ctypes.addressof(program)))
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-assert libc.prctl(22, 2, head, 0, 0) == 0, ctypes.get_errno()
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-SYSCALLS = {"io_uring": 425, "aio": 206}
-DENIED = {
-    "io_uring": (
-        "warning",
-        "io_uring fails (EPERM), aio works: NIXL falls back to aio; `tiers.disk.io: threads` needs neither",
-    ),
-    "io_uring,aio": ("warning", "io_uring fails (EPERM), aio fails (EPERM): NIXL cannot work"),
-}
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls are those of x86_64")
-@pytest.mark.parametrize("denied", DENIED)
-def test_denied_io_uring(denied, tmp_path):
-    numbers = ",".join(str(SYSCALLS[name]) for name in denied.split(","))
-    program = "import sys; from kvbm_cli.doctor.probes.disk import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", DENYING, numbers, sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    report = DiskReport.from_json(json.loads(done.stdout.splitlines()[-1])["report"])
-    context = DoctorContext(
-        machine(tmp_path / "machine"), tmp_path, None, None, None, is_quick=True, on_phase=lambda text: None
-    )
-    (found,) = queue_checks(context, report)
-    assert (found.state.value, found.finding) == DENIED[denied]
-    assert report.settings == RecommendedSettings("default", True, False), "threads need neither"
-
-
 def test_every_filesystem_has_its_row():
-    assert {row.kind for row in TABLE} == set(KINDS)
+    assert {row.kind for row in TABLE} == set(KINDS) - {"btrfs-quota"}

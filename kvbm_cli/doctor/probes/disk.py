@@ -17,27 +17,23 @@ import contextlib
 import errno
 import json
 import os
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbm.tiers.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
+from kvbm.tiers.disk.files import PAGE_BYTES, UNSUPPORTED, fallocate
 from kvbm.tiers.disk.io.threads import ThreadsIO
 from kvbm_cli.doctor.probes.disk_file import (
     AREA_BYTES,
     DirectIO,
     ProbeFile,
     ProbeOutcome,
-    aio,
     attempt,
     direct_flag,
-    io_uring,
     name_of,
 )
 from kvbm_cli.doctor.probes.disk_speed import PhaseCallback, Speed, SpeedTrial
-from kvbm_cli.doctor.probes.quota import Quota, quotas
 from kvbm_cli.system.mounts import Mount, mount_of
 
 SHARE_OF_FREE = 10
@@ -65,17 +61,11 @@ class DiskReport:
     mount: Mount
     total_bytes: int
     free_bytes: int
-    file_limit_bytes: int | None
     write: ProbeOutcome | None
     has_unnamed_files: bool
-    quotas: tuple[Quota, ...] = ()
     fallocate: ProbeOutcome | None = None
-    punch_hole: ProbeOutcome | None = None
-    claimed: Alignment | None = None
     by_open: DirectIO | None = None
     by_fcntl: DirectIO | None = None
-    io_uring: ProbeOutcome | None = None
-    aio: ProbeOutcome | None = None
     settings: RecommendedSettings | None = None
     transfers: ProbeOutcome | None = None
     speed: Speed | None = None
@@ -84,20 +74,15 @@ class DiskReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DiskReport:
         """Restores a report from the output of `asdict`."""
-        kinds: dict[str, Callable[..., object]] = {
+        kinds: dict[str, Callable[..., Any]] = {
             "mount": Mount,
-            "claimed": Alignment,
             "settings": RecommendedSettings,
             "speed": Speed,
             "by_open": DirectIO,
             "by_fcntl": DirectIO,
-            **dict.fromkeys(("write", "fallocate", "punch_hole", "io_uring", "aio", "transfers"), ProbeOutcome),
+            **dict.fromkeys(("write", "fallocate", "transfers"), ProbeOutcome),
         }
-        values: dict[str, Any] = {
-            key: kinds[key](**value) if key in kinds and value else value for key, value in data.items()
-        }
-        values["quotas"] = tuple(Quota(**quota) for quota in values["quotas"])
-        return cls(**values)
+        return cls(**{key: kinds[key](**value) if key in kinds and value else value for key, value in data.items()})
 
 
 def probe(
@@ -139,9 +124,6 @@ class _Probe:
         space = os.statvfs(directory)
         self._total_bytes = space.f_blocks * space.f_frsize
         self._free_bytes = space.f_bavail * space.f_frsize
-        self._quotas = quotas(directory, self._mount.kind)
-        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self._limit = None if soft == resource.RLIM_INFINITY else soft
 
     def report(self, block_bytes: int | None, seconds: float) -> DiskReport:
         self._on_phase("testing the filesystem")
@@ -155,17 +137,7 @@ class _Probe:
             return self._base(ProbeOutcome(False, name_of(error)), has_unnamed_files=False)
 
     def _base(self, write: ProbeOutcome | None, *, has_unnamed_files: bool) -> DiskReport:
-        return DiskReport(
-            self._mount,
-            self._total_bytes,
-            self._free_bytes,
-            self._limit,
-            write,
-            has_unnamed_files,
-            self._quotas,
-            io_uring=io_uring(),
-            aio=aio(),
-        )
+        return DiskReport(self._mount, self._total_bytes, self._free_bytes, write, has_unnamed_files)
 
     def _features(self, file: ProbeFile) -> DiskReport:
         room = self._room()
@@ -181,8 +153,6 @@ class _Probe:
         return replace(
             found,
             fallocate=allocated,
-            punch_hole=file.punch_hole(),
-            claimed=dio_alignment(file.fd),
             by_open=by_open,
             by_fcntl=by_fcntl,
             settings=recommend(allocated, by_open, by_fcntl),
@@ -190,10 +160,8 @@ class _Probe:
 
     def _room(self) -> int:
         """Bytes that the probe may use."""
-        limits = [quota.left_bytes // SHARE_OF_FREE for quota in self._quotas]
-        limits += [self._limit] if self._limit is not None else []
         free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES
-        return min(free, *limits, MAX_FILE_BYTES)
+        return min(free, MAX_FILE_BYTES)
 
     def _with_speed(self, file: ProbeFile, found: DiskReport, block_bytes: int, seconds: float) -> DiskReport:
         """Measures speeds in the space that remains of the tenth; the feature tests have freed their files."""

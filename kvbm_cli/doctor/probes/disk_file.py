@@ -18,18 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvbm.host.libc import LIBC, last_error
-from kvbm.tiers.disk.files import PAGE_BYTES, fallocate
-from kvbm.tiers.disk.io.kernel_aio import KernelAio
+from kvbm.host.libc import LIBC
+from kvbm.tiers.disk.files import PAGE_BYTES
 
 PREFIX = ".kvbm-probe-"
 TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 AREA_BYTES = 4 * TRIED_ALIGNMENTS[-1]
 CACHED_SHARE = 0.5
-
-FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
-SYSCALL_IO_URING_SETUP = 425
-NO_FILE = -1  # the queue transfers nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +109,6 @@ class ProbeFile:
         except OSError as error:
             return DirectIO(False, name_of(error))
 
-    def punch_hole(self) -> ProbeOutcome:
-        """Punches a hole in the file and checks that it reads as zeros."""
-
-        def punch() -> None:
-            half = AREA_BYTES // 2
-            fallocate(self.fd, FALLOC_KEEP_SIZE | FALLOC_PUNCH_HOLE, 0, half)
-            if os.pread(self.fd, half, 0) != bytes(half):
-                raise OSError(errno.EBADMSG, "the punched hole does not read as zeros")
-
-        return attempt(punch)
-
 
 def _open_direct(path: str) -> tuple[int | None, str | None]:
     try:
@@ -185,24 +169,6 @@ def _cached_share(fd: int) -> float:
     except (OSError, ValueError):
         return 0.0
     return 0.0 if failed else sum(state & 1 for state in states) / pages
-
-
-def io_uring() -> ProbeOutcome:
-    """Whether this process may create an io_uring; containers often forbid it."""
-
-    def create() -> None:
-        parameters = ctypes.create_string_buffer(120)
-        fd = LIBC.syscall(SYSCALL_IO_URING_SETUP, 4, parameters)
-        if fd < 0:
-            raise last_error()
-        os.close(fd)
-
-    return attempt(create)
-
-
-def aio() -> ProbeOutcome:
-    """Whether this process may create a context for Linux asynchronous I/O."""
-    return attempt(lambda: KernelAio(NO_FILE).close())
 
 
 def attempt(action: Callable[[], object]) -> ProbeOutcome:
