@@ -598,7 +598,8 @@ class Profile(Section):
         return ConnectorConfig(**{**rest, "metrics": metrics})
 
 
-# Keys and sections whose text may contain `${NAME}`; see interpolation.py.
+# Keys and sections whose text may contain `${NAME}`; see interpolation.py. Of the paths among them,
+# `engine.model`, `engine.python` and `bench.workload` may be relative (relative_paths.py); the others are absolute.
 INTERPOLATED = (
     "engine.model",
     "engine.python",

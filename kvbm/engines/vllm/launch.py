@@ -69,7 +69,8 @@ def plan(
 
 
 def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, object]:
-    """Return the connector and its configuration. vLLM recomputes a block that could not be loaded.
+    """Return the connector, in `kvbm/vllm_integration/connector.py`, and its configuration. vLLM recomputes a block
+    that could not be loaded.
 
     Below vLLM's own offloading, it is vLLM's connector, and kvbm is one of its tiers.
     """

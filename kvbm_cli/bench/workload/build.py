@@ -1,7 +1,7 @@
 """Writes the script of a workload: one function per kind, random content from the workload's seed.
 
 `schema.py` has the keys of each kind, and KINDS. Kinds that a file describes, `trace` and `lmbenchmark`, are written in
-`cells.py`. The shipped workloads are in bench/workloads.
+`../cells.py`. The shipped workloads are in bench/workloads.
 
 The order of the requests is the order of their launches. Every script ends with a warm-up prompt of its own, about as
 long as the first prompt.
