@@ -314,7 +314,7 @@ class Imported:
                 self._take(flag_name(option), _plain(inside), Word(option, line))
         else:
             if name == "kv_cache_config" and isinstance(value, dict) and (size := value.pop("host_cache_size", 0)):
-                self._take_size("host_cache_size", size, line)
+                self._take_size("host_cache_size", size, f"host_cache_size: {size}", line)
             text = written.partition(" ")[0] if isinstance(value, dict) and name != _TRANSFER else written
             self.put(f"{ARGUMENTS}{name}", value, text, line)
 
@@ -334,7 +334,7 @@ class Imported:
                 self._take_sections(one, line)
                 self.put("tiers.host.managed_by", "engine", line=line)
             elif name in table("sizes"):
-                self._take_size(name, one, line, block_size=by_name.get("block_size"))
+                self._take_size(name, one, f"{name}: {one}", line, block_size=by_name.get("block_size"))
             elif TIER in by_name and name not in _OF_TIER:
                 self.leave(f"{name}: {one}", "`kvbm serve` configures vLLM's connector itself", line)
         names = [str(one) for name, one in leaves if name == "kv_connector"]
@@ -349,9 +349,9 @@ class Imported:
             what = ", ".join(dict.fromkeys(names)) or json.dumps(value)
             self.leave(f"--kv-transfer-config with {what}", reason, line)
 
-    def _take_size(self, name: str, value: Any, line: int, *, block_size: object = None) -> None:
+    def _take_size(self, name: str, value: Any, text: str, line: int, *, block_size: object = None) -> None:
         """Set the size or the directory of a tier from one of another cache, or list it with the reason."""
-        (key, unit), text = table("sizes")[name], f"{name}: {value}"
+        key, unit = table("sizes")[name]
         number = Decimal(str(value)) if _NUMBER.fullmatch(str(value)) else Decimal(0)
         of_engine, ranks = _value(self.document, "engine", "arguments", "block_size"), self._rank_count()
         if entry_at(self.document, key.split(".")) is not None:
@@ -406,7 +406,7 @@ class Imported:
         elif variable_names({name: ""}) or (is_size and word.unknown):
             self._is_unknown(name, word)
         elif is_size and word not in ("", "0"):
-            self._take_size(name, str(word), word.line)
+            self._take_size(name, str(word), f"{name}={word}", word.line)
         elif reason is not None or has_secret(name, str(word)):
             self.leave(name, reason or NO_SECRETS, word.line)
         elif not self._is_unknown(name, word):

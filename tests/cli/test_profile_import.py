@@ -109,7 +109,7 @@ def test_a_size_of_lmcache_is_not_guessed(flags, size):
     (text,) = profiles_of(f"LMCACHE_MAX_LOCAL_CPU_SIZE={size} vllm serve a/b {flags}")
     assert "capacity:" not in text
     reason = "it must be a number above 0" if size == "6x" else "LMCache counts it per rank"
-    assert f"`LMCACHE_MAX_LOCAL_CPU_SIZE: {size}` (line 1): {reason}" in text
+    assert f"`LMCACHE_MAX_LOCAL_CPU_SIZE={size}` (line 1): {reason}" in text
 
 
 def test_a_size_of_lmcache_that_a_condition_decides_has_its_line():
@@ -128,12 +128,12 @@ def test_sizes_of_a_chart_are_counted_for_each_rank():
     sizes = {"enabled": True, "cpuOffloadingBufferSize": "128", "diskOffloadingBufferSize": "200"}
     spec = {"modelURL": "a/b", "vllmConfig": {"tensorParallelSize": 8}, "lmcacheConfig": sizes}
     (text,) = profiles_of(json.dumps({"servingEngineSpec": {"modelSpec": [spec]}}))
-    assert "capacity: 1024GB  # cpuOffloadingBufferSize: 128 for each of 8 ranks" in text
+    assert "capacity: 1024GB  # cpuOffloadingBufferSize=128 for each of 8 ranks" in text
     assert "capacity: 1600GB " in text
     sizes["diskOffloadingBufferSize"] = "10Gi"
     key = {"valueFrom": {"secretKeyRef": {"name": "a"}}}
     (text,) = profiles_of(json.dumps({"servingEngineSpec": {"vllmApiKey": key, "modelSpec": [spec]}}))
-    assert "`diskOffloadingBufferSize: 10Gi` (line 1): it must be a number above 0" in text
+    assert "`diskOffloadingBufferSize=10Gi` (line 1): it must be a number above 0" in text
     assert "`vllmApiKey` (line 1): a secret is not copied" in text
 
 
