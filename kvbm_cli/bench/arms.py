@@ -33,7 +33,7 @@ from kvbm.errors import KvbmError, ProfileError, UsageError
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
-from kvbm_cli.profile.import_command import examined_command, import_words
+from kvbm_cli.profile.import_command import examined_command, import_words, notes_of
 from kvbm_cli.profile.machine_problems import problems_here, require_none
 from kvbm_cli.profile.preflight import check, examine_here
 from kvbm_cli.profile.resolve import resolve_to_start
@@ -273,7 +273,7 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
     _require_comparable(measured, resolved)
     found = {key: (one.value, another.value) for key, one, another in differences(measured, resolved)}
     name = free_name((command and command["name"]) or resolved.name, (*RESERVED, *taken))
-    for note in () if command is None else import_words(shlex.split(command["command"])).notes:
+    for note in () if command is None else notes_of(import_words(shlex.split(command["command"]))):
         if not (is_baseline and _PUT_BACK.match(note)):
             print_note(f"note: arm {name}: {note}")
     return Arm(name, "baseline" if is_baseline else "profile", resolved, differences=found)

@@ -146,7 +146,7 @@ def profile_import_env(
     ] = None,
 ) -> None:
     """Convert DYN_KVBM_* variables to a profile."""
-    from kvbm_cli.profile.import_env import import_env
+    from kvbm_cli.profile.import_file import import_env
 
     import_env(os.environ, output=output, model=model, engine=engine)
 

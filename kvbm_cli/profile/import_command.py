@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.document import entry_at, parse_document
@@ -16,48 +15,37 @@ from kvbm.config.load import Examined
 from kvbm.engines.table import examine_written
 from kvbm.errors import UsageError
 from kvbm.text.outside import shown
-from kvbm_cli.profile.import_file import Recognised, contents_of, profile_text, recognised
+from kvbm_cli.profile.import_file import contents_of, is_profile, recognised
+from kvbm_cli.profile.import_profile import Imported
 
 COMMAND = "command line"
 _IS_LOCAL = "the engine that is installed here is started, not the image or the other machine that is named"
-_PROFILE = re.compile(r"^(?:engine|extends|tiers)\s*:", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedStart:
-    """`text` is a profile, which lacks its tiers if the command has no sizes. `notes` name what it does not carry
-    over."""
-
-    text: str
-    notes: tuple[str, ...]
-    has_kvbm: bool
-
-
-def import_words(words: Sequence[str]) -> ImportedStart:
+def import_words(words: Sequence[str]) -> Imported:
     """Read a command line. ProfileError if it starts no engine that kvbm knows. Nothing is run."""
-    return _as_start(_recognised(words, COMMAND), COMMAND)
+    return _recognised(words, COMMAND)
 
 
-def import_script(file: str) -> ImportedStart | None:
+def import_script(file: str) -> Imported | None:
     """Read a script or a manifest, None for a profile. ProfileError as `import_words`, or if it cannot be read."""
     text = contents_of(file)
-    return None if _PROFILE.search(text) and "apiVersion:" not in text else _as_start(_recognised(text, file), file)
+    return None if is_profile(text) else _recognised(text, file)
 
 
-def _recognised(given: str | Sequence[str], name: str) -> Recognised:
+def notes_of(start: Imported) -> list[str]:
+    """Return what the profile does not carry over."""
+    return [*([_IS_LOCAL] if start.launch.is_elsewhere else []), *start.notes()]
+
+
+def _recognised(given: str | Sequence[str], name: str) -> Imported:
+    """Return the engine, with a profile that may lack its tiers."""
     found = recognised(given, name)
-    entry = entry_at(found.imported.document, ("engine", "model"))
+    entry = entry_at(found.document, ("engine", "model"))
     model = "" if entry is None else os.path.expanduser(str(entry.value))
     if os.path.isdir(model):  # the profile is in another directory
-        return recognised(given, name, model=os.path.abspath(model))
-    return found
-
-
-def _as_start(found: Recognised, name: str) -> ImportedStart:
-    text = profile_text(replace(found.imported, missing=()), found.launch, [], name)
-    notes = [_IS_LOCAL] if found.launch.is_elsewhere else []
-    notes += [f"not carried over: {one}" for one in found.unresolved]
-    return ImportedStart(text, tuple(notes), found.launch.has_kvbm)
+        found = recognised(given, name, model=os.path.abspath(model))
+    return replace(found, missing=())
 
 
 def examined_command(command: str) -> tuple[Examined, bool]:
@@ -67,24 +55,22 @@ def examined_command(command: str) -> tuple[Examined, bool]:
     ProfileError as `import_words`.
     """
     try:
-        words = shlex.split(command)
+        start = import_words(shlex.split(command))
     except ValueError as error:
         raise UsageError(f"cannot read the words of `{shown(command)}`: {error}") from None
-    found = _recognised(words, COMMAND)
-    start, connector = _as_start(found, COMMAND), found.imported.connector
+    has_kvbm, connector = start.launch.has_kvbm, start.connector
     document, mistakes = parse_document(start.text, label=COMMAND)
     added: dict[str, object] = {}
-    if not start.has_kvbm:
+    if not has_kvbm:
         if not isinstance(connector, dict | None):
             raise UsageError(f"`--kv-transfer-config` must be a JSON object, not `{shown(str(connector))}`")
-        given = found.launch.environment.items()
-        variables = {name: word.replace("$", "$$") for name, word in given if name.startswith("LMCACHE_")}
+        given = start.launch.environment.items()
         added["engine"] = {
-            "environment": variables,
+            "environment": {name: word.replace("$", "$$") for name, word in given if name.startswith("LMCACHE_")},
             "arguments": {"kv_transfer_config": connector} if connector else {},
         }
     if "tiers" not in document:  # without effect: an engine without kvbm has no tiers
         added["tiers"] = {"host": {"capacity": "1GiB"}}
     document = merge(document, parse_document(json.dumps(added), label=COMMAND)[0])
     examined = examine_written(Path("command.yaml"), document, directories=[], variables=os.environ)
-    return replace(examined, mistakes=(*mistakes, *examined.mistakes)), start.has_kvbm
+    return replace(examined, mistakes=(*mistakes, *examined.mistakes)), has_kvbm

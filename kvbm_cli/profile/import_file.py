@@ -1,32 +1,32 @@
-"""`kvbm profile import FILE`: reads how an engine is started elsewhere, and prints a profile that does the same."""
+"""`kvbm profile import FILE` and `import-env`: print a profile that does what a file or variables do elsewhere."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from kvbm.config.connector import resolve_connector
 from kvbm.config.document import Source, cannot_read, decoded
 from kvbm.config.key_list import OWN
 from kvbm.config.relative_paths import absolute_path
-from kvbm.config.variables import variable_names
+from kvbm.config.variables import STORE_VARIABLES, variable_names
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown
 from kvbm.text.reading import read_at_most, read_stdin
 from kvbm_cli.profile.import_launch import READS, Launch, Word, table
-from kvbm_cli.profile.import_profile import Imported, body, commented, imported, kind_of
-from kvbm_cli.profile.import_shell import MARKS, MAX_LAUNCHES, CommandText
+from kvbm_cli.profile.import_profile import MAX_OTHERS, Imported, imported, kind_of
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, WITHOUT_MARKS, launches_of
 from kvbm_cli.profile.import_text import fenced, read_lines, read_text, variables_of
 from kvbm_cli.profile.import_yaml import read_yaml
-from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import write_new
 from kvbm_cli.terminal.console import print_data, print_json, print_note
-from kvbm_cli.terminal.printable import commentable
 
 MAX_BYTES = 1 << 18
-MAX_SHOWN = 10
+MODEL = "Qwen/Qwen3-8B"  # if no variable and no option names one
+_PROFILE = re.compile(rf"^(?:{'|'.join(sorted(OWN))})\s*:", re.MULTILINE)
 # The first line that is no comment has a key, or begins a document.
 _YAML = re.compile(r"(?:[ \t]*(?:#.*)?\n)*(?:---|%YAML|\{|[\"']?[A-Za-z_][\w./-]*[\"']?:(?:\s|$))")
 
@@ -42,25 +42,35 @@ def import_file(
         print_json(_as_data(found, file))
     if output is not None or not as_json:
         write_profile(found.text, output)
-    left = [f"not carried over: {one}" for one in found.unresolved]
-    for line in [] if as_json else [*_others(found.launch, found.others), *found.imported.missing, *left]:
+    for line in [] if as_json else [*found.choice(), *found.notes()]:
         print_note(line)
 
 
-@dataclass(frozen=True, slots=True)
-class Recognised:
-    """An engine that a command, a script or a manifest starts. `text` is its profile, without secrets. `others` are
-    started by the same file."""
+def import_env(
+    environment: Mapping[str, str], *, output: Path | None, model: str | None, engine: str | None = None
+) -> None:
+    """Print the profile, or write it to `output`. ProfileError for invalid variables. `engine` is a kind of engines,
+    by default the one to which the variables and the model belong."""
+    names = variable_names(environment)
+    if not names:
+        hint = "run it in the environment of the engine; `kvbm profile new` writes a profile without variables"
+        raise UsageError("no DYN_KVBM_* variable is set", hint=hint)
+    found = imported_env(environment, model=absolute_model(model), engine=engine)
+    write_profile(found.text, output)
+    for line in found.notes():
+        print_note(line)
+    if replaced := [name for name in names if name not in STORE_VARIABLES]:
+        print_note(f"the variables override it while they are set: `unset {' '.join(replaced)}`")
 
-    launch: Launch
-    others: list[Launch]
-    imported: Imported
-    text: str
 
-    @property
-    def unresolved(self) -> list[str]:
-        """What the profile does not have, each with the reason. It is listed on the terminal."""
-        return [one.text() for one in self.imported.left]
+def imported_env(environment: Mapping[str, str], *, model: str | None = None, engine: str | None = None) -> Imported:
+    """Return a profile with this model and the values of the variables."""
+    kind = kind_of(engine, model or MODEL, environment)
+    ours = {name: Word(environment[name]) for name in variable_names(environment)}
+    resolve_connector({}, environment, engine=kind[0], warns=False)  # refuses what a connector would refuse
+    note = "" if model is not None else "set your model here; no variable sets it"
+    launch = Launch("environment", None, environment=ours)
+    return imported(launch, "DYN_KVBM_* variables", model=(model or MODEL, note), engine=kind)
 
 
 def recognised(
@@ -70,41 +80,41 @@ def recognised(
     model: str | None = None,
     engine: str | None = None,
     select: str | None = None,
-) -> Recognised:
+) -> Imported:
     """Return the engine that a text starts, or the words of a command, which are taken as they are.
 
-    `name` is what messages call it, and `select` one of several engines. ProfileError if it starts none, UsageError for
-    an unknown engine or name. Nothing else is read, and nothing is run.
+    `select` is one of several engines. ProfileError if it starts none, UsageError for an unknown engine or name.
+    Nothing else is read, and nothing is run.
     """
     launches = launches_in(given, name)
     taken = _taken(launches, select, name)
-    kind, reason = kind_of(engine or taken.kind, model, taken.environment)
-    chosen = absolute_model(model)
-    found = imported(taken, model=None if chosen is None else (chosen, "--model"), engine=(kind, reason))
+    kind = kind_of(engine or taken.kind, model, taken.environment)
+    given_model = None if model is None else (str(absolute_model(model)), "--model")
     others = [one for one in launches if one is not taken]
-    return Recognised(taken, others, found, profile_text(found, taken, others, name))
+    return imported(taken, name, model=given_model, engine=kind, others=others)
+
+
+def is_profile(text: str) -> bool:
+    return _PROFILE.search(text) is not None and "apiVersion:" not in text
 
 
 def launches_in(given: str | Sequence[str], name: str) -> list[Launch]:
     """Return the engines that a text or the words of a command start, at least one."""
-    text = given.replace("\r\n", "\n").translate(MARKS) if isinstance(given, str) else ""
-    script = CommandText()
+    text = given.replace("\r\n", "\n").translate(WITHOUT_MARKS) if isinstance(given, str) else ""
+    words = [] if isinstance(given, str) else [Word(one.translate(WITHOUT_MARKS), 1) for one in given]
     try:
-        script.find([] if isinstance(given, str) else [Word(one.translate(MARKS), 1) for one in given])
-        found = script.results() or _launches_of(text)
+        found = launches_of(words, "", {}) or _launches_of(text)
     except ProfileError as error:
         raise ProfileError(f"cannot read `{shown(name)}`: {error.message}", hint=error.hint) from None
-    keys = set(re.findall(r"^([A-Za-z_]+):", text, re.MULTILINE)) if not found else set()
-    if OWN & keys and "apiVersion" not in keys:
+    if not found and is_profile(text):
         raise ProfileError(f"`{shown(name)}` is a profile already", hint="`kvbm profile check` checks it")
     if not found:
         raise ProfileError(f"`{shown(name)}` starts no engine that `kvbm profile import` knows", hint=READS)
-    named: dict[str, Launch] = {}
-    for one in found:  # each has a name of its own, for `--select`
-        names = (one.name, *(f"{one.name}-{count}" for count in range(2, len(found) + 2)))
-        name = next(name for name in names if name not in named)
-        named[name] = replace(one, name=name)
-    return list(named.values())
+    counts: dict[str, int] = {}
+    for at, one in enumerate(found):  # each has a name of its own, for `--select`
+        counts[one.name] = count = counts.get(one.name, 0) + 1
+        found[at] = replace(one, name=f"{one.name}-{count}") if count > 1 else one
+    return found
 
 
 def _launches_of(text: str) -> list[Launch]:
@@ -120,7 +130,7 @@ def _launches_of(text: str) -> list[Launch]:
     if problem is not None and not found:
         raise problem
     variables = {} if found else variables_of(text)
-    if variable_names(variables) or table("lmcache").keys() & variables:
+    if variable_names(variables) or table("sizes").keys() & variables:
         return [Launch("environment", None, environment=variables)]
     return found[:MAX_LAUNCHES]
 
@@ -130,7 +140,7 @@ def _of_block(text: str, line: int, exported: dict[str, Word]) -> list[Launch]:
         try:
             return read_yaml(text, line)
         except ProfileError:
-            if found := read_lines(text, line).results():  # a Makefile
+            if found := read_lines(text, line, exported).results():  # a Makefile
                 return found
             raise
     script = read_text(text, line, exported)
@@ -140,37 +150,12 @@ def _of_block(text: str, line: int, exported: dict[str, Word]) -> list[Launch]:
     return found
 
 
-def profile_text(found: Imported, taken: Launch, others: list[Launch], name: str) -> str:
-    source = shown(commentable(name))
-    lines = [
-        f"# Written by `kvbm profile import` from {source}.",
-        *(f"# {commentable(line)}" for line in _others(taken, others)),
-        f"description: {scalar(f'imported from {source}'.replace('${', '$${'))}",
-        "",
-        *body(found.document),
-        *commented("Missing:", found.missing),
-        *commented("Not carried over:", [one.text() for one in found.left]),
-        *commented("Variables without effect:", found.warnings),
-    ]
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _others(taken: Launch, others: list[Launch]) -> list[str]:
-    """Return which engine of the file was taken, and how to choose another one; nothing if it has one."""
-    if not others:
-        return []
-    names = ", ".join(f"`{shown(one.name)}` (line {one.line})" for one in others[:MAX_SHOWN])
-    more = f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
-    first = f"The file starts {len(others) + 1} engines. This is `{shown(taken.name)}` (line {taken.line})."
-    return [first, f"The others: {names}{more}. `--select NAME` chooses one."]
-
-
 def _taken(launches: list[Launch], select: str | None, name: str) -> Launch:
     """Return the engine that was chosen, or else the first with kvbm, or else the first."""
     if select is None:
         return next((one for one in launches if one.has_kvbm), launches[0])
     if (found := next((one for one in launches if one.name == select), None)) is None:
-        names = ", ".join(f"`{shown(one.name)}`" for one in launches[:MAX_SHOWN])
+        names = ", ".join(f"`{shown(one.name)}`" for one in launches[:MAX_OTHERS])
         raise UsageError(f"`{shown(name)}` starts no engine with the name `{select}`", hint=f"names are {names}")
     return found
 
@@ -184,16 +169,16 @@ def contents_of(file: str) -> str:
         raise cannot_read("the standard input" if file == "-" else f"`{shown(file)}`", error) from None
 
 
-def _as_data(found: Recognised, file: str) -> dict[str, object]:
-    left = found.imported.left
+def _as_data(found: Imported, file: str) -> dict[str, object]:
+    selected, *others = [{"name": one.name, "line": one.line} for one in (found.launch, *found.others)]
     return {
         "file": file,
-        "selected": {"name": found.launch.name, "line": found.launch.line},
-        "others": [{"name": one.name, "line": one.line} for one in found.others],
+        "selected": selected,
+        "others": others,
         "profile": found.text,
-        "missing": list(found.imported.missing),
-        "not_carried_over": [{"what": one.what, "line": one.line or None, "reason": one.reason} for one in left],
-        "without_effect": list(found.imported.warnings),
+        "missing": list(found.missing),
+        "not_carried_over": [{"what": one.what, "line": one.line or None, "reason": one.reason} for one in found.left],
+        "without_effect": list(found.warnings),
     }
 
 

@@ -21,10 +21,11 @@ from kvbm.engines.trtllm.options import SAME_OPTION
 from kvbm.engines.vllm.flags import TIER
 
 MAX_DEPTH = 60  # levels of a value
+MARKS = "\ue000\ue001"  # around what is not resolved
 READS = (
     "it reads a command line, a script, a Dockerfile, a unit of systemd or a page of Markdown with `vllm serve`, "
-    "`dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a manifest of Kubernetes, values of production-stack or "
-    "llm-d, a Compose file, an env file with `DYN_KVBM_*` variables, and options of TensorRT-LLM or vLLM in YAML"
+    "`dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a manifest of Kubernetes, values of production-stack, a "
+    "Compose file, an env file with `DYN_KVBM_*` variables, and options of TensorRT-LLM or vLLM in YAML"
 )
 
 
@@ -47,14 +48,16 @@ _IMAGE = re.compile(r"(?:^|/)(?:vllm[\w.-]*|llm-d-(?:cuda|dev|rocm|xpu|cpu|hpu|a
 _IMAGE_OF_ANOTHER = re.compile(r"router|proxy|sidecar|sim\b|lmstack|runtime")
 _MODEL = re.compile(r"(?!/(?:usr|bin|sbin|opt)/|[\w./-]*\.(?:sh|py)$)[\w.~-]*/[\w./~-]+|\ue000.*")  # behind an image
 _ONLY_OF_VLLM = re.compile(r"--(?:max[-_]model[-_]len|gpu[-_]memory[-_]utilization)(?:=.*)?", re.DOTALL)
-_TOOLS = frozenset({"docker", "podman", "nerdctl", "singularity", "apptainer"})
-_SWITCHES = re.compile(  # of `docker run` and tools like it; all other options have a value
+_TOOLS = frozenset({"docker", "podman", "nerdctl"})
+_ALONE = re.compile(  # options of `docker run` and tools like it; behind all others is a value
     r"--(?:detach|init|interactive|privileged|quiet|read-only|rm|tty|publish-all|no-\w+|replace|oom-kill-disable"
     r"|sig-proxy|rmi|tls-verify|disable-\w+|nv|rocm|cleanenv|contain|containall|writable|writable-tmpfs|compat|fakeroot)"
     r"|-[ditqPC]+|-"
 )
+_VALUE = re.compile(r"(--[^=]+|-[ditqPC]*[a-zA-Z])=?(.*)", re.DOTALL)  # of another option
+_LISTS = ("--export", "--env")  # of `srun` and `singularity`: variables with commas between them
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=")
 _NO_VALUE = re.compile(r"(?:no|enable|disable|enforce|trust|is|skip|return|use)_\w+|help")  # unless the table has it
-_VALUE = re.compile(r"(--[^=]+|-[a-zA-Z])=?(.*)|-[ditqPC]+([a-zA-Z])=?(.*)", re.DOTALL)  # of an option
 
 
 class Word(str):
@@ -90,20 +93,18 @@ OTHER_FILES = "other files are not read"
 @dataclass(frozen=True, slots=True)
 class Launch:
     """`words` are the arguments of the engine, `environment` its variables. `options` are settings of the engine that
-    a file has as keys, `settings` are keys of a profile. `model` is named outside of the command. `files` are texts of
-    the file, by name."""
+    a file has as keys. `files` are texts of the file, by name."""
 
     name: str
     kind: str | None
     words: tuple[Word, ...] = ()
     environment: Mapping[str, Word] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
-    settings: Mapping[str, Word] = field(default_factory=dict)
     left: tuple[Left, ...] = ()
-    model: Word | None = None
     line: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
     is_of_dynamo: bool = False  # which reads flags of its own
+    image: str = ""  # of the container
     is_elsewhere: bool = False  # in a container or on another machine
 
     @property
@@ -111,18 +112,6 @@ class Launch:
         """Whether it starts the engine with a block manager of this name."""
         is_ours = any(f'"{name}"' in word for word in self.words for name in ("DynamoConnector", "PdConnector", TIER))
         return "kvbm" in self.words or is_ours or "DYN_KVBM_CPU_CACHE_GB" in self.environment
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    """A container that a command starts: its variables, its image, what runs in it, and what is not in the file.
-    `image` is empty if its entry point does not run. It may inherit the variables of the process that starts it."""
-
-    environment: dict[str, Word]
-    image: str
-    words: tuple[Word, ...]
-    left: tuple[Left, ...]
-    inherits: bool
 
 
 def started(words: Sequence[Word], image: str = "") -> Launch | None:
@@ -143,40 +132,49 @@ def started(words: Sequence[Word], image: str = "") -> Launch | None:
     return Launch("", "vllm", tuple(words)) if (is_engine and has_model) or has_flags else None
 
 
-def contained(words: Sequence[Word]) -> Container | None:
-    """Return the container that `docker run` or a tool like it starts; None for another command."""
+def contained(words: Sequence[Word]) -> Launch | None:
+    """Return the container that `docker run` or a tool like it starts; None for another command. Its image is empty if
+    its entry point does not run."""
     tool = next((at for at, one in enumerate(words) if one.rpartition("/")[2] in _TOOLS), len(words))
-    verbs = [at for at in range(tool + 1, min(tool + 4, len(words))) if words[at] in ("run", "create", "exec")]
-    if not verbs:
+    at = next((at for at in range(tool + 1, min(tool + 4, len(words))) if words[at] in ("run", "create", "exec")), 0)
+    if not at:
         return None
+    verb, at = words[at], at + 1
     environment: dict[str, Word] = {}
     left: list[Left] = []
     entry: list[Word] = []
-    is_singularity = words[tool].endswith(("singularity", "apptainer"))
-    at = verbs[0] + 1
     while at < len(words) and words[at].startswith("-"):
         word, at = words[at], at + 1
-        match = None if _SWITCHES.fullmatch(word) else _VALUE.fullmatch(word)
-        if match is None:
-            continue
-        option, value = match[1] or f"-{match[3]}", match[2] or match[4] or ""
-        if not value and at < len(words):
-            value, at = words[at], at + 1
-        for pair in (value.split(",") if is_singularity else [value]) if option in ("-e", "--env") else ():
-            name, is_given, text = pair.partition("=")
-            if is_given and name.isidentifier():
-                environment[name] = Word(text, word.line)
-            else:
-                left.append(Left(name, NOT_SHOWN, word.line))
-        if option == "--env-file":
-            left.append(Left(f"--env-file {value}", OTHER_FILES, word.line))
-        elif option == "--entrypoint" and value:
-            entry = [Word(value, word.line)]
-    if at < len(words) and words[at].startswith("\ue000"):  # options that are not shown, or the image
+        match = None if _ALONE.fullmatch(word) else _VALUE.fullmatch(word)
+        if match is not None and not match[2] and at < len(words):
+            word, at = words[at], at + 1
+        elif match is not None:
+            word = Word(match[2], word.line)
+        option = "" if match is None else match[1]
+        if option == "--entrypoint":
+            entry = [word] if word else []
+        elif option == "--env-file":
+            left.append(Left(f"--env-file {word}", OTHER_FILES, word.line))
+        elif option == "--env" or re.fullmatch("-[a-zA-Z]*e", option):
+            environment |= (given := assignments([word]))
+            left += [] if given else [Left(word.partition("=")[0], NOT_SHOWN, word.line)]
+    if at < len(words) and words[at].startswith(MARKS[0]):  # options that are not shown, or the image
         at = next((there for there in range(at, len(words)) if _IMAGE.search(words[there])), at)
-    image = "" if entry or words[verbs[0]] == "exec" else str(words[at]) if at < len(words) else ""
-    inherits = is_singularity and "--cleanenv" not in words[verbs[0] : at]
-    return Container(environment, image, (*entry, *words[at + 1 :]), tuple(left), inherits)
+    image = "" if entry or verb == "exec" else str(words[at]) if at < len(words) else ""
+    return Launch("", None, (*entry, *words[at + 1 :]), environment, left=tuple(left), image=image)
+
+
+def assignments(words: Sequence[Word]) -> dict[str, Word]:
+    """Return the variables that words set, as those of `env`, of `srun --export` and of `singularity --env` do."""
+    found: dict[str, Word] = {}
+    for at, word in enumerate(words):
+        option, _, several = word.partition("=")
+        given = several if option in _LISTS else word
+        is_list = option in _LISTS or (at and words[at - 1] in _LISTS)
+        for one in given.split(",") if is_list else [given]:
+            if match := _ASSIGNED.match(one):
+                found[match[1]] = Word(one[match.end() :], word.line)
+    return found
 
 
 @cache

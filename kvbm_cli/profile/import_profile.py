@@ -26,13 +26,13 @@ from kvbm.config.layers import ARGUMENTS, merge
 from kvbm.config.sizes import exact_size
 from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
 from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
-from kvbm.engines.make_model import MODELS
-from kvbm.engines.model_facts import SYNTHETIC_PREFIX, preset_facts
+from kvbm.engines.model_facts import SYNTHETIC_PREFIX
 from kvbm.engines.sglang.options import STORAGE as SGLANG_STORAGE
 from kvbm.engines.table import examine_written
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, TIER
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import MAX_SHOWN, shown
+from kvbm.text.reading import parse_json
 from kvbm_cli.profile.import_launch import (
     MAX_DEPTH,
     OTHER_FILES,
@@ -51,10 +51,16 @@ from kvbm_cli.profile.text import scalar
 from kvbm_cli.terminal.printable import commentable
 
 WIDTH = 118
+MAX_OTHERS = 10
 MAX_KEY = 500  # characters; YAML has at most 1024 in front of a colon
 SERVER_PORT = 8000  # the default of `server.port`
 OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
-_KEYS = {"model": "engine.model", "host": "server.host", "port": "server.port"}  # of flags that are no argument
+_KEYS = {  # of flags that are no argument
+    "model": "engine.model",
+    "host": "server.host",
+    "port": "server.port",
+    "kv_offloading_size": "tiers.host.capacity",
+}
 _TRANSFER = "kv_transfer_config"
 _OF_TIER = ("kv_connector", "kv_role", "spec_name")
 _STORAGE = "hicache_storage_backend_extra_config"
@@ -62,66 +68,46 @@ _READ_BY_SGLANG = ("prefetch_threshold", "prefetch_timeout_base", "prefetch_time
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
 # Those of one engine: of vLLM and TensorRT-LLM, and of SGLang.
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "tp_size", "pp_size")
-_WHOLE = re.compile(r"([1-9]\d{0,17})(?:\.0)?")
-_NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
+_NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
 _OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
-_METRICS_NOTE = (
-    "# Metrics are served on 127.0.0.1; NVIDIA's block manager served them on every address. If Prometheus runs on",
-    "# another machine, set `metrics.host: 0.0.0.0`.",
-    "",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """`document` is what the profile contains. `warnings` are about DYN_KVBM_* variables without effect, `missing` is
-    what `kvbm profile check` still requires. `connector` is the configuration of a connector that it
-    replaces, with its secrets, None without one."""
-
-    document: Document
-    left: tuple[Left, ...]
-    warnings: tuple[str, ...]
-    missing: tuple[str, ...]
-    connector: object
+_FIRST = ("engine", "server", "engine.kind", "engine.model")  # of their section
 
 
 def kind_of(engine: str | None, model: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the kind of engine for this model and these variables, and the reason if a variable decided. UsageError
-    for an unknown `engine`, ProfileError for an unknown synthetic model."""
+    for an unknown `engine`."""
     if engine is not None:
         if engine not in ENGINE_KINDS:
             kinds = ", ".join(f"`{kind}`" for kind in ENGINE_KINDS)
             raise UsageError(f"`--engine {engine}` is not a kind of engines", hint=f"kinds are {kinds}")
         return engine, ""
-    if model is not None and model.startswith(SYNTHETIC_PREFIX):
-        if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC:
-            return "embedded", ""
-        preset_facts(model, MODELS)
-        return "vllm", ""
+    if model is not None and model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC:
+        return "embedded", ""
     found = [name for name in OF_TRTLLM if name in environment]
     return ("tensorrt-llm", f"{found[0]} is a variable for TensorRT-LLM") if found else ("vllm", "")
 
 
-def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str, str]) -> Imported:
+def imported(
+    launch: Launch,
+    name: str,
+    *,
+    model: tuple[str, str] | None,
+    engine: tuple[str, str],
+    others: Sequence[Launch] = (),
+) -> Imported:
     """Translate the launch. `model` overrides that of the launch; both have a comment with their origin."""
-    draft = _Draft(launch, engine[0], left=[replace(one, what=shown(hidden_in(one.what))) for one in launch.left])
-    draft.put("engine.kind", *engine)
-    draft.take_launch()
+    left = [replace(one, what=shown(hidden_in(one.what))) for one in launch.left]
+    found = Imported(name, launch, others, engine[0], left)
+    found.put("engine.kind", *engine)
+    found.take_launch()
     if model is not None:
-        draft.put("engine.model", *model)
-    warnings = draft.take_variables_of_kvbm()
-    missing = draft.check()
-    return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing, draft.connector)
+        found.put("engine.model", *model)
+    found.take_variables_of_kvbm()
+    found.check()
+    return found
 
 
-def body(document: Document) -> Iterator[str]:
-    """Yield the lines of a profile without its head."""
-    yield from _sections(document)
-    if _value(document, "metrics", "serve") is True and _value(document, "metrics", "host") is None:
-        yield from _METRICS_NOTE
-
-
-def commented(title: str, texts: Sequence[str]) -> Iterator[str]:
+def _commented(title: str, texts: Sequence[str]) -> Iterator[str]:
     """Yield a list as a comment; nothing if it is empty."""
     if texts:
         yield f"# {title}"
@@ -134,16 +120,17 @@ def commented(title: str, texts: Sequence[str]) -> Iterator[str]:
 
 
 def _sections(document: Mapping[str, Entry], path: str = "") -> Iterator[str]:
+    """Yield the lines of a profile without its head."""
     indent = "  " * path.count(".")
-    for name, entry in document.items():
+    for name, entry in sorted(document.items(), key=lambda item: f"{path}{item[0]}" not in _FIRST):
         here, comment = f"{path}{name}", _comment(entry.source)
         is_flag = here.startswith(ARGUMENTS)
         if entry.section is None or (is_flag and not entry.section):
             yield f"{indent}{scalar(name)}: {scalar(_escaped(here, entry.value))}{comment}"
-        elif entry.section:
+        elif lines := [*_sections(entry.section, f"{here}.")]:
             is_alone = is_flag and not any(_comment(one.source) for one in entry.section.values())
             yield f"{indent}{scalar(name)}:{comment if is_alone else ''}"
-            yield from _sections(entry.section, f"{here}.")
+            yield from lines
             if not path:
                 yield ""
 
@@ -163,39 +150,69 @@ def _escaped(path: str, value: object) -> object:
     return {name: _escaped(path, one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
-def _in_order(document: Document) -> Document:
-    """Return the document with the engine and its server first."""
-    engine = document["engine"]
-    inside = engine.section or {}
-    ordered = {name: inside[name] for name in ("kind", "model", *inside) if name in inside}
-    return {name: document[name] for name in ("engine", "server", *document) if name in document} | {
-        "engine": replace(engine, value=ordered)
-    }
-
-
 @dataclass(slots=True)
-class _Draft:
-    """The profile while it is made, and what is left."""
+class Imported:
+    """The profile of a launch. `name` is what messages call the file, which also starts the `others`.
 
+    `document` is what the profile contains, `left` what it does not have. `warnings` are about DYN_KVBM_* variables
+    without effect, `missing` is what `kvbm profile check` still requires. `connector` is the configuration of a
+    connector that it replaces, with its secrets, None without one.
+    """
+
+    name: str
     launch: Launch
+    others: Sequence[Launch]
     engine: str
     left: list[Left]
     document: Document = field(default_factory=dict)
-    unknown_flags: set[str] = field(default_factory=set)
+    warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     connector: object = None
+    unknown_flags: set[str] = field(default_factory=set)
+
+    @property
+    def text(self) -> str:
+        """The profile, without secrets."""
+        source = shown(commentable(self.name))
+        lines = [
+            f"# Written by `kvbm profile import` from {source}.",
+            *(f"# {commentable(line)}" for line in self.choice()),
+            f"description: {scalar(f'imported from {source}'.replace('${', '$${'))}",
+            "",
+            *_sections(self.document),
+            *_commented("Missing:", self.missing),
+            *_commented("Not carried over:", [one.text() for one in self.left]),
+            *_commented("Variables without effect:", self.warnings),
+        ]
+        return "\n".join(lines).rstrip("\n") + "\n"
+
+    def choice(self) -> list[str]:
+        """Return which engine of the file was taken, and how to choose another one; nothing if it has one."""
+        if not self.others:
+            return []
+        names = ", ".join(f"`{shown(one.name)}` (line {one.line})" for one in self.others[:MAX_OTHERS])
+        more = f" and {len(self.others) - MAX_OTHERS} more" if len(self.others) > MAX_OTHERS else ""
+        first = f"The file starts {len(self.others) + 1} engines. This is `{shown(self.launch.name)}`"
+        return [f"{first} (line {self.launch.line}).", f"The others: {names}{more}. `--select NAME` chooses one."]
+
+    def notes(self) -> list[str]:
+        """Return what the profile does not have, each with the reason. It is listed on the terminal."""
+        return [*self.missing, *(f"not carried over: {one.text()}" for one in self.left)]
 
     def put(self, key: str, value: object, text: str = "", line: int = 0) -> None:
         """Set a key. Its comment is the text and the line."""
         text = "" if key.endswith(f".{text}") else text  # a key of the file has the same name
         names = key.split(".")
-        if len(names) > MAX_DEPTH or len(key) > MAX_KEY or not _is_writable(value):
-            self.leave(text or key, f"more than {MAX_DEPTH} levels, or more than {MAX_KEY} characters of a key", line)
+        try:
+            entry = _entry(value, Source("", text, line=line or None), len(names) if len(key) <= MAX_KEY else MAX_KEY)
+        except ValueError as error:
+            self.leave(text or key, str(error), line)
             return
         for depth in range(1, len(names)):
             holder = entry_at(self.document, names[:depth])
             if holder is not None and holder.section is None:
                 remove_mistaken(self.document, [Mistake("", "", key=".".join(names[:depth]))])
-        entry, before = _entry(value, Source("", text, line=line or None)), entry_at(self.document, names)
+        before = entry_at(self.document, names)
         if entry.section is not None and before is not None:  # two flags set one section
             entry = replace(entry, value={**(before.section or {}), **entry.section})
         put(self.document, names, entry)
@@ -204,20 +221,14 @@ class _Draft:
         self.left.append(Left(shown(hidden_in(what)), tokens_hidden(reason), line))
 
     def take_launch(self) -> None:
-        launch = self.launch
-        if launch.model is not None and has_secret("", launch.model):
-            self.leave("model", NO_SECRETS, launch.model.line)
-        elif launch.model is not None and not self._is_unknown("model", launch.model):
-            self.put("engine.model", str(launch.model), line=launch.model.line)
+        for name, value in self.launch.options.items():
+            if not isinstance(value, Word) or not self._is_unknown(name, value):
+                value = _parsed(value) if isinstance(value, Word) and self.engine == "vllm" else _plain(value)
+                self._take(flag_name(name), value, Word(name, getattr(name, "line", 0)))
         for name, value, written in self._flags():
             self._take(name, value, written)
-        for name, value in launch.options.items():
-            value = _parsed(value) if isinstance(value, Word) and self.engine == "vllm" else _plain(value)
-            self._take(flag_name(name), value, Word(name, getattr(name, "line", 0)))
         self._replace_connector()
-        for key, size in launch.settings.items():
-            self.put(key, str(size), line=size.line)
-        for name, word in launch.environment.items():
+        for name, word in self.launch.environment.items():
             self._take_variable(name, word)
 
     def _is_unknown(self, name: str, word: Word) -> bool:
@@ -231,17 +242,13 @@ class _Draft:
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
         words = deque(self.launch.words)
-        has_model = self.launch.model is not None or any(name_of(word.partition("=")[0]) == "model" for word in words)
+        has_model = any(name_of(word.partition("=")[0]) == "model" for word in words)
         follows_short = False  # so that a word may be the value of a flag that is not known here
         if words and not words[0].startswith("-"):
             words.appendleft(Word("--model", words[0].line))
             has_model = True
         while words:
             word = words.popleft()
-            is_level = re.match(r"-O=?[^.=]", word) or (word == "-O" and words and re.fullmatch("[0-3]", words[0]))
-            if self.engine == "vllm" and is_level:  # as vLLM reads `-O3`
-                level = f"--optimization-level={word[2:].removeprefix('=')}".removesuffix("=")
-                word = Word(level, word.line, unknown=word.unknown)
             written, _, inline = word.partition("=")
             name = name_of(written)
             if not name:
@@ -271,12 +278,9 @@ class _Draft:
                 self.unknown_flags.add(name)
                 remove_mistaken(self.document, [Mistake("", "", key=_KEYS.get(name, f"{ARGUMENTS}{name}"))])
             else:
-                found = [_parsed(one) for one in values]
-                yield (
-                    name,
-                    (found[0] if len(found) == 1 else found or True),
-                    Word(f"{written} {' '.join(values)}".strip(), word.line),
-                )
+                value = [_parsed(one) for one in values] or [True]
+                text = Word(f"{written} {' '.join(values)}".strip(), word.line)
+                yield name, value[0] if len(value) == 1 else value, text
 
     def _take(self, name: str, value: Any, written: Word) -> None:
         """Take over one flag or option of the engine."""
@@ -292,16 +296,15 @@ class _Draft:
             self.leave(written.partition(" ")[0], NO_SECRETS, line)
         elif (reason := reason_to_leave("left_flags", name, readers)) is not None:
             if (name, value) != ("connector", "kvbm"):
-                self.leave(written, _pairs()["reason"] if "nixl" in str(value) else reason, line)
+                self.leave(written, table("pairs")["reason"] if "nixl" in str(value) else reason, line)
         elif name == _STORAGE and isinstance(value, dict):
             self._take_storage(value, line)
         elif name == "model":
-            if self.launch.model is None or not str(value).startswith("/"):  # else it is where a manifest mounts it
-                self.put("engine.model", str(value).removeprefix("hf://"), written, line)
+            self.put("engine.model", str(value).removeprefix("hf://"), written, line)
+        elif name == "kv_offloading_size":
+            self.put(_KEYS[name], f"{value}GiB", written, line)
         elif name in _KEYS:
             self.put(_KEYS[name], value, written, line)
-        elif name == "kv_offloading_size":
-            self.put("tiers.host.capacity", f"{value}GiB", written, line)
         elif name in _OPTIONS_FILES and isinstance(value, str):
             text = self.launch.files.get(value.rpartition("/")[2])
             if text is None:
@@ -310,9 +313,8 @@ class _Draft:
             for option, inside in options_in(text or "").items():
                 self._take(flag_name(option), _plain(inside), Word(option, line))
         else:
-            size = value.pop("host_cache_size", 0) if name == "kv_cache_config" and isinstance(value, dict) else 0
-            if isinstance(size, int) and size > 0:
-                self.put("tiers.host.capacity", exact_size(size), f"host_cache_size: {size}", line)
+            if name == "kv_cache_config" and isinstance(value, dict) and (size := value.pop("host_cache_size", 0)):
+                self._take_size("host_cache_size", size, f"host_cache_size: {size}", line)
             text = written.partition(" ")[0] if isinstance(value, dict) and name != _TRANSFER else written
             self.put(f"{ARGUMENTS}{name}", value, text, line)
 
@@ -331,8 +333,8 @@ class _Draft:
             if name == TIER:
                 self._take_sections(one, line)
                 self.put("tiers.host.managed_by", "engine", line=line)
-            elif key := table("connector").get(name):
-                self._take_size(key, name, one, line, block_size=by_name.get("block_size"))
+            elif name in table("sizes"):
+                self._take_size(name, one, f"{name}: {one}", line, block_size=by_name.get("block_size"))
             elif TIER in by_name and name not in _OF_TIER:
                 self.leave(f"{name}: {one}", "`kvbm serve` configures vLLM's connector itself", line)
         names = [str(one) for name, one in leaves if name == "kv_connector"]
@@ -341,30 +343,45 @@ class _Draft:
             if rest := {name: one for name, one in value.items() if ours.get(name) != one}:
                 self.put(f"{ARGUMENTS}{_TRANSFER}", rest, line=line)
             return
-        reason = _pairs()["reason"] if {*_pairs()["names"]} & {*names} else "kvbm replaces this connector"
+        of_pair = not {*names}.isdisjoint(table("pairs")["names"])
+        reason = table("pairs")["reason"] if of_pair else "kvbm replaces this connector"
         if TIER not in by_name:
             what = ", ".join(dict.fromkeys(names)) or json.dumps(value)
             self.leave(f"--kv-transfer-config with {what}", reason, line)
 
-    def _take_size(self, key: str, name: str, value: Any, line: int, *, block_size: object) -> None:
-        """Set a size or the directory of a tier from one of a connector. Its blocks may have a size of their own."""
-        found, text = _WHOLE.fullmatch(str(value)), f"{name}: {value}"
-        number = int(found[1]) if found is not None else 0
-        of_engine = _value(self.document, "engine", "arguments", "block_size")
+    def _take_size(self, name: str, value: Any, text: str, line: int, *, block_size: object = None) -> None:
+        """Set the size or the directory of a tier from one of another cache, or list it with the reason."""
+        key, unit = table("sizes")[name]
+        number = Decimal(str(value)) if _NUMBER.fullmatch(str(value)) else Decimal(0)
+        of_engine, ranks = _value(self.document, "engine", "arguments", "block_size"), self._rank_count()
         if entry_at(self.document, key.split(".")) is not None:
             self.leave(text, f"`{key}` is set already", line)
-        elif key.endswith("directory") and isinstance(value, str):
-            self.put(key, value, text, line)
-        elif key.endswith("directory") or not number:
-            self.leave(
-                text, "it must be a text" if key.endswith("directory") else "it must be a whole number above 0", line
-            )
-        elif key.endswith("capacity") or block_size is None:
-            self.put(key, exact_size(number) if key.endswith("capacity") else number, text, line)
+        elif unit == "text" and isinstance(value, str):
+            self.put(key, value.removeprefix("file://"), text, line)
+        elif unit == "text":
+            self.leave(text, "it must be a text", line)
+        elif number <= 0 or (unit != "GB per rank" and number % 1):
+            self.leave(text, f"it must be a {'' if unit == 'GB per rank' else 'whole '}number above 0", line)
+        elif unit == "GB per rank" and ranks:  # a tier of kvbm is for all ranks
+            text = f"{text} for each of {ranks} ranks" if ranks > 1 else text
+            self.put(key, f"{(number * ranks).normalize():f}GB", text, line)
+        elif unit == "GB per rank":
+            self.leave(text, "LMCache counts it per rank, and the file does not show the number of ranks", line)
+        elif unit == "bytes":
+            self.put(key, exact_size(int(number)), text, line)
+        elif block_size is None:
+            self.put(key, int(number), text, line)
         elif type(block_size) is int and type(of_engine) is int and of_engine > 0 and block_size % of_engine == 0:
-            self.put(key, number * block_size // of_engine, f"{text} of {block_size} tokens", line)
+            self.put(key, int(number) * block_size // of_engine, f"{text} of {block_size} tokens", line)
         else:
             self.leave(text, f"`block_size: {block_size}` is no multiple of `--block-size` of the engine", line)
+
+    def _rank_count(self) -> int:
+        """Return the number of ranks; 0 if it is unknown."""
+        counts = [_value(self.document, "engine", "arguments", name) for name in _RANKS]
+        if self.unknown_flags & set(_RANKS) or any(type(one) not in (int, type(None)) for one in counts):
+            return 0
+        return math.prod(one for one in counts if isinstance(one, int))
 
     def _take_storage(self, value: dict[str, Any], line: int) -> None:
         """Take over what SGLang reads of its storage's configuration, and the configuration of kvbm if it is that."""
@@ -383,35 +400,20 @@ class _Draft:
 
     def _take_variable(self, name: str, word: Word) -> None:
         reason = reason_to_leave("left_variables", name, {""})
-        key = table("lmcache").get(name, "")
+        is_size = name in table("sizes")
         if name in STORE_VARIABLES:
             self.leave(name, _OF_STORE, word.line)
-        elif variable_names({name: ""}) or (key and word.unknown):
+        elif variable_names({name: ""}) or (is_size and word.unknown):
             self._is_unknown(name, word)
-        elif key.endswith("directory") and word:
-            self.put(key, word.removeprefix("file://"), f"{name}={word}", word.line)
-        elif key and word not in ("", "0"):
-            self._put_size_per_rank(key, word, f"{name}={word}")
+        elif is_size and word not in ("", "0"):
+            self._take_size(name, str(word), f"{name}={word}", word.line)
         elif reason is not None or has_secret(name, str(word)):
             self.leave(name, reason or NO_SECRETS, word.line)
         elif not self._is_unknown(name, word):
             self.put(f"engine.environment.{name}", str(word), line=word.line)
 
-    def _put_size_per_rank(self, key: str, word: Word, written: str) -> None:
-        """Set the size of a tier from a number of GB that LMCache counts per rank: a tier of kvbm is for all ranks."""
-        counts = [_value(self.document, "engine", "arguments", name) for name in _RANKS]
-        is_unclear = self.unknown_flags & set(_RANKS) or any(type(one) not in (int, type(None)) for one in counts)
-        is_number = _NUMBER.fullmatch(word) is not None
-        if is_unclear or not is_number:
-            reason = "LMCache counts it per rank, and the file does not show the number of ranks"
-            self.leave(written, reason if is_number else "LMCache reads a number of GB", word.line)
-            return
-        ranks = math.prod(one for one in counts if isinstance(one, int))
-        text = f"{written} for each of {ranks} ranks" if ranks > 1 else written
-        self.put(key, f"{(Decimal(word) * ranks).normalize():f}GB", text, word.line)
-
-    def take_variables_of_kvbm(self) -> tuple[str, ...]:
-        """Merge the keys of the DYN_KVBM_* variables, which win. Return a warning for each without effect."""
+    def take_variables_of_kvbm(self) -> None:
+        """Merge the keys of the DYN_KVBM_* variables, which win."""
         words = self.launch.environment
         given = {name: str(words[name]) for name in variable_names(words) if not words[name].unknown}
         valid, mistakes = valid_variables(given)
@@ -419,21 +421,21 @@ class _Draft:
             name = mistake.source.label if isinstance(mistake, Mistake) and mistake.source is not None else ""
             self.leave(name, _reason(mistake), words[name].line if name in words else 0)
         found, warnings = read_variables(valid)
-        warnings += tuple(drop_unused(found, valid))
+        self.warnings = (*warnings, *drop_unused(found, valid))
         self.document = merge(self.document, found)
         is_taken = _value(self.document, "metrics", "serve") and _value(self.document, "metrics", "port") == SERVER_PORT
         if is_taken and _value(self.document, "server", "port") is None:
             self.put("server.port", SERVER_PORT + 1, f"{SERVER_PORT} is used for metrics")
-        return warnings
 
-    def check(self) -> tuple[str, ...]:
-        """Remove what is refused, and return what is missing."""
+    def check(self) -> None:
+        """Remove what is refused, and find what is missing."""
         while True:
             written, unread = parse_document("\n".join(_sections(self.document)), label="")
             mistakes = [*unread, *examine_written(Path("imported.yaml"), written, directories=[]).mistakes]
             removed = [self._is_removed(one) for one in mistakes]
             if not any(removed):
-                return tuple(map(_reason, mistakes))
+                self.missing = tuple(map(_reason, mistakes))
+                return
 
     def _is_removed(self, mistake: ProfileError) -> bool:
         if not isinstance(mistake, Mistake) or mistake.key in ("", "engine.kind", "tiers"):
@@ -446,10 +448,14 @@ class _Draft:
         return True
 
 
-def _entry(value: object, source: Source) -> Entry:
-    if not isinstance(value, dict):
-        return Entry(source, source, value)
-    return Entry(source, source, {str(name): _entry(one, Source("", "")) for name, one in value.items()})
+def _entry(value: object, source: Source, depth: int) -> Entry:
+    """Return the entry of a value in `depth` sections. ValueError for one that a profile cannot hold."""
+    names = value if isinstance(value, dict) else ()
+    if depth > MAX_DEPTH or any(len(str(name)) > MAX_KEY for name in names):
+        raise ValueError(f"more than {MAX_DEPTH} levels, or more than {MAX_KEY} characters of a key")
+    if isinstance(value, dict):
+        value = {str(name): _entry(one, Source("", ""), depth + 1) for name, one in value.items()}
+    return Entry(source, source, value)
 
 
 def _value(document: Document, *names: str) -> object:
@@ -470,15 +476,12 @@ def _parsed(word: Word) -> Any:
     text = str(word)
     if text[:1] in ("{", "["):
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+            return parse_json(text)
+        except ValueError:
             return text
-        return value if _is_writable(value) else text
-    if re.fullmatch(r"0|-?[1-9]\d{0,17}", text):
-        return int(text)
-    if re.fullmatch(r"-?(?:0|[1-9]\d{0,8})\.\d{0,8}[1-9]", text):
-        return float(text)
-    return {"true": True, "false": False}.get(text, text) if word.is_plain else text
+    value = plain_scalar(text)
+    is_same = word.is_plain if isinstance(value, bool) else type(value) in (int, float) and str(value) == text
+    return value if is_same else text
 
 
 def _plain(value: Any) -> Any:
@@ -501,18 +504,3 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, one
         for two in inside:
             yield from _leaves(two)
-
-
-def _is_writable(value: Any) -> bool:
-    """Whether the keys of a profile can hold this value: its levels and its keys are limited."""
-    inside = [value]
-    for _ in range(MAX_DEPTH):
-        if any(len(str(key)) > MAX_KEY for one in inside if isinstance(one, dict) for key in one):
-            return False
-        parts = [one.values() if isinstance(one, dict) else one for one in inside if isinstance(one, dict | list)]
-        inside = [two for part in parts for two in part]
-    return not inside
-
-
-def _pairs() -> Mapping[str, Any]:
-    return table("connectors_of_pairs")

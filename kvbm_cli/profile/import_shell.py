@@ -12,13 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import OTHER_FILES, STARTS, Container, Launch, Left, Word, contained, started
+from kvbm_cli.profile.import_launch import (
+    MARKS,
+    OTHER_FILES,
+    STARTS,
+    Launch,
+    Left,
+    Word,
+    assignments,
+    contained,
+    started,
+)
 from kvbm_cli.profile.import_secrets import names_secret
 
 MAX_INSERTED = 1 << 20  # characters
 MAX_DEPTH = 8
 MAX_LAUNCHES = 200
-MARKS = {0: None, 0xE000: None, 0xE001: None}  # the characters that stand around words and what is not resolved
+WITHOUT_MARKS = str.maketrans("", "", f"\0{MARKS}")
 
 _SINGLE, _DOUBLE = r"'[^']*'", r"\"(?:\\.|[^\"\\])*\""
 _ROUND = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
@@ -52,8 +62,8 @@ _NO_START = re.compile(
     r"|[A-Z][a-z]+"  # prose begins like this, and programs do not
 )
 _BEHIND = re.compile(r"-[a-z]*c|--")  # in front of a script
-_ELSEWHERE = frozenset({"ssh", "kubectl", "oc"})  # these run a command on another machine
-_OF_SINGULARITY = re.compile("^(?:SINGULARITY|APPTAINER)ENV_")  # variables that become some of the container
+_MACHINES = frozenset({"ssh", "kubectl", "oc"})  # these run a command on another machine
+_ELSEWHERE = _MACHINES | {"singularity", "apptainer"}
 _LISTED = "conditions and loops are not evaluated; every command is read once"
 
 
@@ -83,28 +93,28 @@ def inserted(word: Word) -> Word:
 class CommandText:
     """What a text sets, and the engines that it starts. A variable has the value that it has at that place."""
 
-    def __init__(self, environment: Mapping[str, Word] | None = None, *, spent: int = 0) -> None:
+    def __init__(self, environment: Mapping[str, Word] | None = None, *, spent: int = 0, depth: int = 0) -> None:
         self.variables: dict[str, list[str]] = {name: [word] for name, word in (environment or {}).items()}
         self.exported = dict.fromkeys(environment or ())
         self.launches: list[Launch] = []
         self.left: dict[str, Left] = {}
         self.documents: list[tuple[str, Word]] = []  # here documents with the files that they become, empty for none
         self.spent = spent  # characters that variables inserted
+        self.depth = depth  # texts around this one
         self.open_conditions = 0
         self.exports_all = False  # `set -a`
 
-    def read(self, text: str, line: int = 1, depth: int = 0) -> list[Launch]:
-        """Return the engines that the text starts; those of here documents are read if there is no other."""
-        if depth > MAX_DEPTH:
+    def read(self, text: str, line: int) -> None:
+        """Find the engines that the text starts; those of here documents are read if there is no other."""
+        if self.depth > MAX_DEPTH:
             raise ProfileError(f"line {line}: more than {MAX_DEPTH} scripts inside each other")
         first = len(self.documents)
         for words, is_conditional in self._commands(self._without_documents(text, line), line):
-            self._command(words, depth, is_conditional=is_conditional)
+            self._command(words, is_conditional=is_conditional)
         for target, inside in self.documents[first:]:
             is_script = inside.startswith("#!") or target.endswith((".sh", ".sbatch", ".slurm"))
             if STARTS.search(inside) and (not target or (is_script and not self.launches)):
-                self._nest(inside, depth, variables=self.variables, exported=self.exported)
-        return self.results()
+                self._nest(inside, variables=self.variables, exported=self.exported)
 
     def results(self) -> list[Launch]:
         left, files = self.left.values(), dict(self.documents)
@@ -116,23 +126,20 @@ class CommandText:
     def _without_documents(self, text: str, first: int) -> str:
         """Take here documents out of a text; empty lines take their place."""
         lines = text.split("\n")
-        ends = {line.strip(): at for at, line in enumerate(lines)}  # the last place of each
+        stripped = [line.strip() for line in lines]
+        ends = {line: at for at, line in enumerate(stripped)}  # the last place of each
         kept: list[str] = []
-        at = 0
-        while at < len(lines):
-            line, at = lines[at], at + 1
+        while len(kept) < len(lines):
+            line, at = lines[len(kept)], len(kept) + 1
             kept.append(line)
             match = _HERE.search(line)
-            if match is None or ends.get(match[2], -1) < at:
-                continue
-            end = next(there for there in range(at, len(lines)) if lines[there].strip() == match[2])
-            target = _TARGET.search(line)
-            inside = "".join(f"{one}\n" for one in lines[at:end])
-            inside = inside if match[1] else inside.replace("\\$", "$")
-            name = target[1].rpartition("/")[2] if target is not None else ""
-            self.documents.append((name, Word(inside, first + at)))
-            kept += [""] * (end + 1 - at)
-            at = end + 1
+            if match is not None and ends.get(match[2], -1) >= at:
+                end = stripped.index(match[2], at)
+                inside = "".join(f"{one}\n" for one in lines[at:end])
+                target = _TARGET.search(line)
+                name = target[1].rpartition("/")[2] if target is not None else ""
+                self.documents.append((name, Word(inside if match[1] else inside.replace("\\$", "$"), first + at)))
+                kept += [""] * (end + 1 - at)
         return "\n".join(kept)
 
     def _commands(self, text: str, line: int) -> Iterator[tuple[list[Word], bool]]:
@@ -219,7 +226,7 @@ class CommandText:
         if self.spent > MAX_INSERTED:
             raise ProfileError(f"variables insert more than {MAX_INSERTED >> 10} KiB of text")
 
-    def _command(self, words: list[Word], depth: int, *, is_conditional: bool) -> None:
+    def _command(self, words: list[Word], *, is_conditional: bool) -> None:
         assigned: dict[str, Word] = {}
         declares: Word | None = None
         at = 0
@@ -261,79 +268,64 @@ class CommandText:
             what = f"{name} {finished(words[1])}"
             self.left.setdefault(what, Left(what, OTHER_FILES, words[0].line))
         else:
-            self.find(words, assigned, depth)
+            self.find(words, assigned)
 
-    def find(
-        self, words: Sequence[Word], assigned: Mapping[str, Word] | None = None, depth: int = 0, *, image: str = ""
-    ) -> None:
+    def find(self, words: Sequence[Word], assigned: Mapping[str, Word] | None = None, *, image: str = "") -> None:
         """Add what this command starts, also inside of a text or a container. It runs in a container of `image`."""
         name = words[0].rpartition("/")[2] if words else ""
         if _NO_START.fullmatch(name):
             return
-        container = contained(words)
         line = words[0].line if words else 0
-        exported = [  # by `srun`
-            Word(one, word.line)
-            for at, word in enumerate(words)
-            if word.startswith("--export=") or (at and words[at - 1] == "--export")
-            for one in word.removeprefix("--export=").split(",")
-        ]
+        is_elsewhere = bool(image) or any(word.rpartition("/")[2] in _ELSEWHERE for word in words)
         left: tuple[Left, ...] = ()
-        if container is not None:
-            image, words = container.image, container.words
+        if (container := contained(words)) is not None:
+            image, words, is_elsewhere = container.image, container.words, True
             left = tuple(replace(one, what=str(finished(Word(one.what)))) for one in container.left)
-        is_elsewhere = container is not None or bool(image) or not _ELSEWHERE.isdisjoint((name, *words))
-        if (found := started(words, image)) is not None:
+        found = started(words, image)
+        scripts = [at for at in range(len(words)) if found is None and _is_script(words, at)]
+        if found is None and not scripts:
+            return
+        environment = dict((assigned or {}) if container is None else container.environment)
+        if container is None and name not in _MACHINES:
+            environment = self.environment() | environment
+        if found is not None and "--help" not in found.words:
             if len(self.launches) == MAX_LAUNCHES:
                 raise ProfileError(f"more than {MAX_LAUNCHES} commands start an engine")
-            front = [*words[: len(words) - len(found.words)], *exported]
-            environment = self._environment_of(container, name, assigned, front)
-            environment = {name: finished(word) for name, word in environment.items()}
-            given = tuple(map(finished, found.words))
-            launch = replace(found, name=f"line-{line}", words=given, environment=environment, left=left, line=line)
-            self.launches += [] if "--help" in found.words else [replace(launch, is_elsewhere=is_elsewhere)]
-            return
-        for at, word in enumerate(words):
-            is_script = at > 0 and _BEHIND.fullmatch(words[at - 1]) and "$" in word
-            if is_script or (re.search(r"\s", word) and STARTS.search(_MARKED.sub("", word))):
-                environment = self._environment_of(container, name, assigned, [*words[:at], *exported])
-                arguments = words[at + 2 :]
-                variables: dict[str, list[str]] = {name: [one] for name, one in environment.items()}
-                variables["@"] = [*arguments]
-                variables.update((str(number), [one]) for number, one in enumerate(arguments, start=1))
-                before = len(self.launches)
-                self._nest(word, depth, variables=variables, exported=dict.fromkeys(environment))
-                self.launches[before:] = [
-                    replace(one, left=(*left, *one.left), is_elsewhere=is_elsewhere or one.is_elsewhere)
-                    for one in self.launches[before:]
-                ]
-
-    def _environment_of(
-        self, container: Container | None, program: str, assigned: Mapping[str, Word] | None, front: Sequence[Word]
-    ) -> dict[str, Word]:
-        """Return the variables of a process that the text starts behind the words `front`, of which `env` sets some;
-        one on another machine has other ones."""
-        matches = ((word, _ASSIGNED.match(word)) for word in front)
-        given = {one[1]: Word(word[one.end() :], word.line) for word, one in matches if one and not one[2]}
-        found = ({} if program in _ELSEWHERE else self.environment()) | dict(assigned or {})
-        if container is not None:
-            kept = (name for name in found if container.inherits or _OF_SINGULARITY.match(name))
-            found = {_OF_SINGULARITY.sub("", name): found[name] for name in kept} | container.environment
-        return found | given
+            given = environment | assignments(words[: len(words) - len(found.words)])
+            found = replace(
+                found,
+                name=f"line-{line}",
+                words=tuple(map(finished, found.words)),
+                environment={name: finished(word) for name, word in given.items()},
+                left=left,
+                line=line,
+                is_elsewhere=is_elsewhere,
+            )
+            self.launches.append(found)
+        for at in scripts:
+            given = environment | assignments(words[:at])
+            arguments = words[at + 2 :]
+            variables: dict[str, list[str]] = {"@": [*arguments]}
+            variables |= {name: [one] for name, one in given.items()}
+            variables |= {str(number): [one] for number, one in enumerate(arguments, start=1)}
+            before = len(self.launches)
+            self._nest(words[at], variables=variables, exported=dict.fromkeys(given))
+            self.launches[before:] = [
+                replace(one, left=(*left, *one.left), is_elsewhere=is_elsewhere or one.is_elsewhere)
+                for one in self.launches[before:]
+            ]
 
     def environment(self) -> dict[str, Word]:
         """Return the variables that the text exports."""
         values = ((name, self.variables.get(name, [])) for name in self.exported)
         return {name: Word(one[0], getattr(one[0], "line", 0)) for name, one in values if len(one) == 1}
 
-    def _nest(
-        self, text: Word, depth: int, *, variables: Mapping[str, list[str]], exported: Mapping[str, None]
-    ) -> None:
+    def _nest(self, text: Word, *, variables: Mapping[str, list[str]], exported: Mapping[str, None]) -> None:
         """Read a text that this one contains."""
         self._count(len(text) + len(variables))
-        inside = CommandText(spent=self.spent)
+        inside = CommandText(spent=self.spent, depth=self.depth + 1)
         inside.variables, inside.exported = dict(variables), dict(exported)
-        inside.read(text, text.line, depth + 1)
+        inside.read(text, text.line)
         self.spent = inside.spent
         self.launches += inside.launches
         self.documents += inside.documents
@@ -350,3 +342,17 @@ class CommandText:
             if text != text_before and not text.startswith(f"{text_before} "):
                 value = [Word(marked(f"${name}"), getattr(next(iter(value), ""), "line", 0))]
         self.variables[name] = value
+
+
+def _is_script(words: Sequence[Word], at: int) -> bool:
+    """Whether this word is a text of commands that may start an engine."""
+    if at and "$" in words[at] and _BEHIND.fullmatch(words[at - 1]):
+        return True
+    return re.search(r"\s", words[at]) is not None and STARTS.search(_MARKED.sub("", words[at])) is not None
+
+
+def launches_of(words: Sequence[Word], image: str, environment: Mapping[str, Word]) -> list[Launch]:
+    """Return the engines that a command starts in a container of `image`, empty for none."""
+    script = CommandText(environment)
+    script.find(words, image=image)
+    return script.results()

@@ -13,16 +13,17 @@ from kvbm_cli.profile.import_launch import START_OF_LINE, STARTS_IN_LISTS, Launc
 from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, OpenQuote, marked
 
 _FENCE = re.compile(r"[ \t>]*(```+|~~~+)")
-_PROMPT = re.compile(r"^[ \t]*\$ ", re.MULTILINE)
-_UNIT = re.compile(r"^\[(?:Unit|Service|Container)\]", re.MULTILINE)
-_OF_UNIT = (
-    (re.compile(r"^ExecStart\w*=[-@:+!]*", re.MULTILINE), ""),
-    (re.compile(r"^Environment=", re.MULTILINE), "export "),
-    (re.compile(r"^EnvironmentFile=-?", re.MULTILINE), "source "),
-    (re.compile(r"^(?:\[[^\n]*|\w+=[^\n]*(?<!\\))$", re.MULTILINE), ""),
+_INSTRUCTION = re.compile(r"^(?:FROM[ \t]+(?:--\S+[ \t]+)?(\S+)|(ENTRYPOINT|CMD)[ \t]+(\[)?)", re.MULTILINE)
+_AS_SHELL = tuple(  # a prompt, a Dockerfile, a unit of systemd
+    (re.compile(pattern, re.MULTILINE), instead)
+    for pattern, instead in (
+        (r"^[ \t]*\$ ", ""),
+        (r"^[ \t]*ENV[ \t]+(\w+)[ \t]+([^=\n\"]*)$", r'export \1="\2"'),
+        (r"^[ \t]*ENV[ \t]|^Environment=", "export "),
+        (r"^EnvironmentFile=-?", "source "),
+        (r"^Description=.*|^ExecStart\w*=[-@:+!]*", ""),
+    )
 )
-_INSTRUCTION = re.compile(r"^[ \t]*(FROM|ENV|ENTRYPOINT|CMD)[ \t]+((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
-_PAIR = re.compile(r"(\w+)[ \t]+([^=]*)$", re.DOTALL)  # of ENV
 _LINE = re.compile(
     r"^[ \t]*(?:[$@!>-][ \t]*)?((?:[A-Z_]+=[^\s\"']*[ \t]+)*(?:(?:sudo|nohup|exec|uv run|[\w./-]*python3?)[ \t]+)*"
     rf"{START_OF_LINE}(?:[^\\\n]|\\.)*)",
@@ -63,26 +64,35 @@ def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
 
     `exported` are variables of the shell; those of a script are added, for the next block of its page.
     """
-    instructions = list(_INSTRUCTION.finditer(text))
-    if any(one[1] == "FROM" for one in instructions) and (found := _dockerfile(instructions)).launches:
-        return found
-    if _UNIT.search(text):
-        for pattern, instead in _OF_UNIT:
-            text = pattern.sub(instead, text)
-    script = CommandText(exported)
+    image, start, parts = "", 0, dict[str, re.Match[str]]()  # of the last stage of a Dockerfile
+    for one in _INSTRUCTION.finditer(text):
+        if one[1]:
+            image, start, parts = one[1], one.start(), {}
+        elif image:
+            parts[one[2]] = one
+    as_shell = "\n" * text.count("\n", 0, start) + text[start:] if parts else text
+    for pattern, instead in _AS_SHELL:
+        as_shell = pattern.sub(instead, as_shell)
+    found = CommandText(exported)
     try:
-        script.read(_PROMPT.sub("", text), line)
-        exported |= script.environment()
+        found.read(as_shell, line)
     except OpenQuote:  # another language, or prose
-        if (found := read_lines(text, line)).launches:
-            return found
-        raise
-    return script if script.launches or script.documents else _lists(text, line)
+        found = read_lines(as_shell, line, exported | found.environment())
+        if not found.launches:
+            raise
+    exported |= found.environment()
+    if parts and not found.launches:
+        lists = [parts[name] for name in ("ENTRYPOINT", "CMD") if name in parts and parts[name][3]]
+        places = ((one.end(), line + text.count("\n", 0, one.end())) for one in lists)
+        words = [word for at, there in places for word in _items(text, at, there)[0]]
+        found.find(words, image="" if "ENTRYPOINT" in parts else image)
+    found.launches = [replace(one, is_elsewhere=True) if parts else one for one in found.launches]
+    return found if found.launches or found.documents else _lists(as_shell, line, exported)
 
 
-def read_lines(text: str, line: int) -> CommandText:
+def read_lines(text: str, line: int, exported: Mapping[str, Word]) -> CommandText:
     """Read the lists of words in a text, or else the lines that begin with the start of an engine."""
-    found = _lists(text, line)
+    found = _lists(text, line, exported)
     for match in itertools.islice(() if found.launches else _LINE.finditer(text), MAX_LAUNCHES):
         with contextlib.suppress(OpenQuote):
             found.read(match[1], line + text.count("\n", 0, match.start(1)))
@@ -97,31 +107,9 @@ def variables_of(text: str) -> dict[str, Word]:
     return values if len(found) == len(lines) else {}
 
 
-def _dockerfile(instructions: list[re.Match[str]]) -> CommandText:
-    """Read what the image of the last stage starts."""
-    script = CommandText()
-    parts: dict[str, list[Word]] = {}
-    image, line, at = "", 1, 0
-    for one in instructions:
-        line, at = line + one.string.count("\n", at, one.start(2)), one.start(2)
-        if one[1] == "FROM":
-            image, script, parts = one[2].split()[0], CommandText(), {}
-        elif one[1] == "ENV":
-            pair = _PAIR.match(one[2])
-            text = one[2] if pair is None else pair[1] + '="' + pair[2].replace('"', '\\"') + '"'
-            script.read(f"export {text}", line)
-        else:
-            shell = [Word("sh"), Word("-c"), Word(one[2], line)]
-            parts[one[1]] = _items(one[2], 1, line)[0] if one[2].startswith("[") else shell
-    words = [*parts.get("ENTRYPOINT", ()), *parts.get("CMD", ())]
-    script.find(words, image="" if "ENTRYPOINT" in parts else image)
-    script.launches = [replace(one, is_elsewhere=True) for one in script.launches]
-    return script
-
-
-def _lists(text: str, line: int) -> CommandText:
-    """Read the starts of engines in lists of words, as Python and JSON write them."""
-    script, end = CommandText(), 0
+def _lists(text: str, line: int, exported: Mapping[str, Word]) -> CommandText:
+    """Read the starts of engines in lists of words, as Python, JSON and a Dockerfile write them."""
+    script, end = CommandText(exported), 0
     for match in itertools.islice(STARTS_IN_LISTS.finditer(text), MAX_LAUNCHES):
         if match.start() >= end:
             words, end = _items(text, match.start(), line + text.count("\n", 0, match.start()))

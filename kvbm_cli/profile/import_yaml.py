@@ -2,14 +2,14 @@
 options of TensorRT-LLM or flags of vLLM.
 
 A mapping with a command or arguments is a container, wherever it stands, so every kind of object with a pod in it is
-read. It inherits what surrounds it: name, variables, model, parallelism.
+read. It inherits the name and the variables of what surrounds it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -19,9 +19,9 @@ from kvbm.config.key_list import OWN
 from kvbm.config.spelling import snake_case
 from kvbm.engines.table import KINDS
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import MAX_DEPTH, NOT_SHOWN, OTHER_FILES, STARTS, Launch, Left, Word, table
+from kvbm_cli.profile.import_launch import MAX_DEPTH, NOT_SHOWN, STARTS, Launch, Left, Word, table
 from kvbm_cli.profile.import_secrets import names_secret
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, finished, inserted, marked
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, finished, inserted, launches_of, marked
 from kvbm_cli.profile.import_text import read_page
 
 MAX_NODES = 50_000
@@ -29,13 +29,8 @@ MAX_VARIABLES = 1000
 CHARACTERS_PER_VALUE = 100
 MAX_ARGUMENT = 1 << 14  # characters; variables insert variables
 _IN_ARGUMENT = re.compile(r"\$\((\w+)\)|\{\{[^{}]*\}\}")  # of Kubernetes, and of Helm
-_NAMED = frozenset({"prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "predictor"})
 _COMMAND = ("entrypoint", "command", "args")
-_MORE_ARGUMENTS = "VLLM_ADDITIONAL_ARGS"  # of KServe
-_ELSEWHERE = {
-    **dict.fromkeys(("envFrom", "envFromSecret"), "the variables are not in this file"),
-    "env_file": OTHER_FILES,
-}
+_NO_FLAGS = ("extraArgs", "prometheusMultiprocDir")  # of a `vllmConfig` of production-stack
 _TEMPLATE = re.compile(r"^[ \t]*\{\{", re.MULTILINE)
 _TEMPLATE_LINE = re.compile(r"^[ \t]*\{\{[^{}\n]*\}\}[ \t]*$", re.MULTILINE)
 _IN_TEMPLATE = re.compile(r"\{\{([^{}\n]*)\}\}")
@@ -49,10 +44,11 @@ def read_yaml(text: str, line: int = 1) -> list[Launch]:
     documents = [one for one in _documents(text, line) if isinstance(one, dict)]
     maps = [_section(one, "data") for one in documents if one.get("kind") == "ConfigMap"]
     files = {str(name): str(inside) for data in maps for name, inside in data.items()}
-    launches = [launch for one in documents for launch in _launches(one)]
-    if not launches:
-        found_in_texts = (_EngineSearch(one, with_texts=True).below(one, Launch("", None)) for one in documents)
-        launches = [launch for found in found_in_texts for launch in found if launch.words]  # else it may be prose
+    searches = [_EngineSearch(one) for one in documents]
+    launches = [launch for search in searches for launch in search.launches()]
+    if not launches:  # a text without arguments may be prose
+        found = (launch for search in searches for launch in search.of_texts())
+        launches = [launch for launch in found if launch.words]
     if len(launches) > MAX_LAUNCHES:
         raise ProfileError(f"more than {MAX_LAUNCHES} containers start an engine")
     left = (_NOT_FILLED_IN,) if _TEMPLATE.search(text) else ()
@@ -66,8 +62,13 @@ def options_in(text: str) -> Mapping[str, Any]:
 
 
 def _documents(text: str, line: int = 1) -> list[Any]:
+    loader, count = PlainLoader(text), [0]
+    loader.line = line - 1  # of all marks
+    found: list[Any] = []
     try:
-        return list(_values(text, line))
+        while loader.check_node():
+            found.append(_value(loader.get_node(), count))
+        return found
     except yaml.MarkedYAMLError as error:
         if (plain_text := _without_templates(text)) != text:
             return _documents(plain_text, line)
@@ -79,16 +80,6 @@ def _documents(text: str, line: int = 1) -> list[Any]:
         raise ProfileError(f"not valid YAML: {error}") from None
     except RecursionError:
         raise ProfileError("the YAML is nested too deeply") from None
-
-
-def _values(text: str, line: int) -> Iterator[Any]:
-    loader, count = PlainLoader(text), [0]
-    loader.line = line - 1  # of all marks
-    try:
-        while loader.check_node():
-            yield _value(loader.get_node(), count)
-    finally:
-        loader.dispose()
 
 
 def _without_templates(text: str) -> str:
@@ -123,26 +114,26 @@ def _value(node: Any, count: list[int], depth: int = 0) -> Any:
     return found
 
 
-def _launches(document: Any) -> Iterator[Launch]:
-    """Yield the engines that the keys of a document start."""
-    names = {name.replace("-", "_") for name in document}
-    engine = next((engine for engine, kind in KINDS.items() if names & kind.signs and not names & OWN), None)
-    if specs := _list(document, "servingEngineSpec", "modelSpec"):
-        left = table("left_of_model_spec")
-        shared = {name: one for name, one in document["servingEngineSpec"].items() if name in left}
-        yield from (_of_production_stack({**one, **shared}) for one in specs if isinstance(one, dict))
-    elif engine is not None:
-        yield Launch("options", engine, options=document)
-    else:
-        yield from _EngineSearch(document).below(document, Launch("", None))
-
-
 @dataclass(slots=True)
 class _EngineSearch:
-    """Finds engines in the parts of a document, also in texts and lists that are no commands of a container."""
+    """Finds engines in the parts of a document. `texts` are texts and lists that are no commands of a container, with
+    their variables."""
 
     document: Any
-    with_texts: bool = False
+    texts: list[tuple[Word | list[Word], Mapping[str, Word]]] = field(default_factory=list)
+
+    def launches(self) -> Iterator[Launch]:
+        """Yield the engines that the keys of the document start."""
+        names = {name.replace("-", "_") for name in self.document}
+        engine = next((engine for engine, kind in KINDS.items() if names & kind.signs and not names & OWN), None)
+        if engine is not None:
+            yield Launch("options", engine, options=self.document)
+        else:
+            yield from self.below(self.document, Launch("", None))
+
+    def of_texts(self) -> Iterator[Launch]:
+        for one, environment in self.texts:
+            yield from read_page(one, environment) if isinstance(one, Word) else launches_of(one, "", environment)
 
     @property
     def is_compose(self) -> bool:
@@ -151,40 +142,31 @@ class _EngineSearch:
     def below(self, value: Any, scope: Launch, key: str = "") -> Iterator[Launch]:
         """Yield the engines in this part. `scope` has what the parents say about them."""
         if isinstance(value, list):
-            words = [one for one in value if isinstance(one, Word)] if self.with_texts else []
+            words = [one for one in value if isinstance(one, Word)]
             if any(one.endswith("\n") for one in words):  # lines, as in a notebook
-                value, words = [Word("".join(words), words[0].line)], []
-            found = _found(words, "", scope.environment) if words else []
-            yield from found
-            for one in () if found else value:
-                name = _word(one, "name") if _section(one, "podTemplate") else None  # of Dynamo
-                yield from self.below(one, _named(scope, name) if name else scope, key)
-        elif isinstance(value, Word) and self.with_texts and STARTS.search(value):
-            yield from read_page(value, scope.environment)
+                value = [Word("".join(words), words[0].line)]
+            elif STARTS.search(" ".join(words)):
+                self.texts.append((words, scope.environment))
+                value = [one for one in value if not isinstance(one, Word)]
+            for one in value:
+                yield from self.below(one, scope, key)
+        elif isinstance(value, Word) and STARTS.search(value):
+            self.texts.append((value, scope.environment))
         elif isinstance(value, dict):
             scope = self._within(value, scope)
-            found = list(self._of_container(value, scope, key))
+            is_of_chart = "modelURL" in value
+            found = list(self._of_model_spec(value, scope) if is_of_chart else self._of_container(value, scope, key))
             yield from found
             for name, inside in () if found else value.items():
                 if name != "initContainers":
-                    is_named = name in _NAMED or key == "services"
-                    at = "services" if name == "services" and isinstance(inside, dict) else name
-                    yield from self.below(inside, _named(scope, name) if is_named else scope, at)
+                    named = replace(scope, name=f"{scope.name}/{name}".strip("/"), line=name.line)
+                    yield from self.below(inside, named if key == "services" else scope, name)
 
     def _within(self, value: Any, scope: Launch) -> Launch:
         """Add what this mapping says about the engines in it."""
-        name, model = _word(value, "metadata", "name"), _word(value, "modelArtifacts", "name")
-        places = (("model", "uri"), ("model", "storageUri"), ("modelArtifacts", "uri"))
-        uri = next((uri for place in places if (uri := _word(value, *place))), model)
-        if uri is not None and uri.unknown:  # llm-d inserts the name into the URI
-            uri = model or uri
-        ranks = [(flag, _word(value, "parallelism", flag)) for flag in ("tensor", "data", "pipeline")]
-        words = [Word(f"--{flag}-parallel-size={size}", size.line) for flag, size in ranks if size and size != "1"]
-        cache = _section(value, "kvCacheOffloading") or _section(value, "workload", "kvCacheOffloading")
-        disks = [_word(one, "fileSystem", "emptyDir", "size") for one in _list(cache, "secondary")]
-        tiers = {"tiers.host.capacity": _word(cache, "cpu"), "tiers.disk.capacity": next(iter(disks), None)}
+        name = _word(_section(value, "metadata"), "name") if "kind" in value else None
         variables = {**scope.environment}
-        left = [Left(str(key), reason, _line(value, key)) for key, reason in _ELSEWHERE.items() if value.get(key)]
+        left = [Left(str(key), why, _line(value, key)) for key, why in table("left_keys").items() if value.get(key)]
         for key in ("env", "envs", "environment"):
             for variable, one, line in _variables(value.get(key)):
                 if one is None:
@@ -193,40 +175,42 @@ class _EngineSearch:
                     variables[variable] = self._argument(one, variables)
         if len(variables) > MAX_VARIABLES:  # each mapping below copies them
             raise ProfileError(f"more than {MAX_VARIABLES:,} variables")
-        return replace(
-            scope,
-            name=str(name) if name is not None and "kind" in value else scope.name,
-            model=_model(uri) if uri is not None else scope.model,
-            words=(*scope.words, *words),
-            settings={**scope.settings, **{key: Word(f"{size}B", size.line) for key, size in tiers.items() if size}},
-            environment=variables,
-            left=(*scope.left, *left),
-        )
+        return replace(scope, name=str(name or scope.name), environment=variables, left=(*scope.left, *left))
 
     def _of_container(self, container: Any, scope: Launch, place: str) -> Iterator[Launch]:
-        is_place = place in ("containers", "mainContainer", "services")
-        is_of_kserve = place == "model" and _at(container, "modelFormat", "name") in ("huggingface", "vllm")
-        if not is_place and not is_of_kserve and not any(key in container for key in _COMMAND):
+        is_container = place in ("containers", "mainContainer", "services")
+        if not is_container and not any(key in container for key in _COMMAND):
             return
-        environment = dict(scope.environment)
-        words = [word for key in _COMMAND for word in self._words(container.get(key), environment)]
-        is_default = not words and scope.model is not None and "modelCommand" not in container and is_place
-        if is_default or is_of_kserve or container.get("modelCommand") == "vllmServe":
-            words = [Word("vllm"), Word("serve"), *words]
-        more = self._words(environment.pop(_MORE_ARGUMENTS, None), environment)
-        image = _word(container, "image") or _word(container, "image", "repository") or ""
+        words = [word for key in _COMMAND for word in self._words(container.get(key), scope.environment)]
+        image = _word(container, "image") or _word(_section(container, "image"), "repository") or ""
         is_command = not self.is_compose and container.get("command") and words and not words[0].startswith("-")
-        for launch in _found(words, "" if is_command or container.get("entrypoint") else image, environment):
+        for launch in launches_of(words, "" if is_command or container.get("entrypoint") else image, scope.environment):
             yield replace(
                 launch,
                 name=scope.name or str(_word(container, "name") or "container"),
                 is_elsewhere=True,
-                words=(*scope.words, *launch.words, *map(finished, more)),
-                settings=scope.settings,
                 left=(*launch.left, *scope.left),
-                model=scope.model,
                 line=scope.line or _line(container),
             )
+
+    def _of_model_spec(self, spec: Any, scope: Launch) -> Iterator[Launch]:
+        """Yield the engine of production-stack."""
+        config, cache = _section(spec, "vllmConfig"), _section(spec, "lmcacheConfig")
+        scope, names = self._within(config, scope), table("of_model_spec")
+        flags = {name: snake_case(name) for name in config if name not in _NO_FLAGS and name not in table("left_keys")}
+        flags |= {name: names[name] for name in spec if name in names}
+        of_cache = {name: _word(cache, name) for name in cache if name in table("sizes")}
+        is_on = cache.get("enabled") == "true"
+        sizes = {name: size for name, size in of_cache.items() if is_on and size and size != "0"}
+        yield Launch(
+            str(_word(spec, "name") or "model"),
+            "vllm",
+            tuple(map(finished, self._words(config.get("extraArgs"), scope.environment))),
+            {name: finished(one) for name, one in {**sizes, **scope.environment}.items()},
+            options={Word(flag, name.line): {**spec, **config}[name] for name, flag in flags.items()},
+            left=scope.left,
+            line=_line(spec),
+        )
 
     def _words(self, given: Any, environment: Mapping[str, Word]) -> list[Word]:
         """Return the words of a command: a list, or a text that a shell splits."""
@@ -253,39 +237,6 @@ class _EngineSearch:
         return Word(_IN_ARGUMENT.sub(text, word), word.line, is_plain=word.is_plain)
 
 
-def _named(scope: Launch, key: Word) -> Launch:
-    return replace(scope, name=f"{scope.name}/{key}".strip("/"), line=key.line)
-
-
-def _found(words: list[Word], image: str, environment: Mapping[str, Word]) -> list[Launch]:
-    script = CommandText(environment)
-    script.find(words, image=image)
-    return script.results()
-
-
-def _of_production_stack(spec: Any) -> Launch:
-    config, cache = _section(spec, "vllmConfig"), _section(spec, "lmcacheConfig")
-    scope = _EngineSearch(spec)._within(spec, Launch("", None))
-    named, reasons = table("of_model_spec"), table("left_of_model_spec")
-    flags = {name: snake_case(name) for name in config if name not in ("extraArgs", "prometheusMultiprocDir")}
-    flags |= {name: named[name] for name in spec if name in named}
-    values = {**spec, **config}
-    left = [Left(name, reasons[name], name.line) for name in values if name in reasons]
-    is_on, model = cache.get("enabled") == "true", _word(spec, "modelURL")
-    of_cache = {name: _word(cache, name) for name in cache if is_on and name in table("lmcache")}
-    sizes = {name: finished(size) for name, size in of_cache.items() if size and size != "0"}
-    return Launch(
-        str(_word(spec, "name") or "model"),
-        "vllm",
-        tuple(map(finished, _EngineSearch(spec)._words(_list(config, "extraArgs"), scope.environment))),
-        {**sizes, **{name: finished(one) for name, one in scope.environment.items()}},
-        options={Word(flag, name.line): values[name] for name, flag in flags.items() if name not in reasons},
-        left=(*scope.left, *left),
-        model=_model(model) if model is not None else None,
-        line=_line(spec),
-    )
-
-
 def _variables(given: Any) -> Iterator[tuple[str, Word | None, int]]:
     """Yield the names, values and lines of variables, None for a value that is elsewhere."""
     for one in given if isinstance(given, list) else ():
@@ -298,32 +249,13 @@ def _variables(given: Any) -> Iterator[tuple[str, Word | None, int]]:
         yield str(variable), _word(given, variable), variable.line
 
 
-def _model(word: Word) -> Word:
-    """Return the model of a URI. The files of a volume or a store have another path here."""
-    scheme, separator, rest = word.partition("://")
-    is_elsewhere = bool(separator) and scheme != "hf"
-    return Word(
-        rest if separator and not is_elsewhere else word, word.line, unknown=word if is_elsewhere else word.unknown
-    )
+def _section(value: Any, name: str) -> dict[Any, Any]:
+    return inside if isinstance(inside := value.get(name), dict) else {}
 
 
-def _at(value: Any, *names: str) -> Any:
-    """Return what is at these keys, None for nothing."""
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _section(value: Any, *names: str) -> dict[Any, Any]:
-    return inside if isinstance(inside := _at(value, *names), dict) else {}
-
-
-def _list(value: Any, *names: str) -> list[Any]:
-    return inside if isinstance(inside := _at(value, *names), list) else []
-
-
-def _word(value: Any, *names: str) -> Word | None:
-    return inside if isinstance(inside := _at(value, *names), Word) else None
+def _word(value: Any, name: str) -> Word | None:
+    inside = value.get(name) if isinstance(value, dict) else None
+    return inside if isinstance(inside, Word) else None
 
 
 def _line(value: Any, key: str = "") -> int:

@@ -34,7 +34,8 @@ from kvbm_cli.bench.workload.schema import as_definition
 from kvbm_cli.doctor.check import CheckState
 from kvbm_cli.doctor.command import quick_checks
 from kvbm_cli.profile.auto_capacity import with_capacities
-from kvbm_cli.profile.import_command import ImportedStart, import_script, import_words
+from kvbm_cli.profile.import_command import import_script, import_words, notes_of
+from kvbm_cli.profile.import_profile import Imported
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.profile.size import size_if_known, tier_warnings
 from kvbm_cli.runs.locks import is_locked
@@ -144,7 +145,7 @@ def _prepared(request: TryRequest) -> Path:
     directory = _new_directory()
     profile, notes = _absolute(request.words[0]), list[str]()
     if start is not None:
-        profile, notes = str(directory / PROFILE), list(start.notes)
+        profile, notes = str(directory / PROFILE), notes_of(start)
         write_new(directory / PROFILE, _with_tiers(start.text, request.overrides))
     resolved = resolve_to_start(profile, overrides=request.overrides)
     server, engine = resolved.profile.server, resolved.profile.engine
@@ -256,7 +257,7 @@ def _announce(
     )
 
 
-def _start(words: Sequence[str]) -> ImportedStart | None:
+def _start(words: Sequence[str]) -> Imported | None:
     """Read the command, the script or the manifest; None for a profile. UsageError without one."""
     if not words:
         hint = "put `kvbm try --` in front of the command that starts your engine"

@@ -31,7 +31,7 @@ from kvbm_cli.bench.setup import AssumedSpeed, CellOutline, caveats_of
 from kvbm_cli.doctor.check import CheckState, failure, warning
 from kvbm_cli.doctor.command import quick_checks
 from kvbm_cli.profile import auto_capacity
-from kvbm_cli.profile.import_command import import_words
+from kvbm_cli.profile.import_command import import_words, notes_of
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.terminal.crash_report import save_report
 from kvbm_cli.try_ import command, forecast
@@ -339,7 +339,7 @@ def test_of_old_trials_only_the_profile_remains(tmp_path, state):
 
 def test_a_container_is_not_started():
     start = import_words(["docker", "run", "vllm/vllm-openai:latest", "--model", "Qwen/Qwen3-8B"])
-    assert start.notes[0].startswith("the engine that is installed here is started, not the image")
+    assert notes_of(start)[0].startswith("the engine that is installed here is started, not the image")
     assert "model: Qwen/Qwen3-8B" in start.text
 
 

@@ -14,7 +14,7 @@ from kvbm.config.document import parse_document, plain_values
 from kvbm.config.schema import ConnectorConfig
 from kvbm.engines.table import load
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_env import profile_text
+from kvbm_cli.profile.import_file import imported_env
 from kvbm_cli.profile.text import scalar
 
 NEEDED = ("--engine", "embedded", "--model", "synthetic:tiny", "--host", "1GiB")
@@ -131,10 +131,10 @@ def test_the_profile_means_what_the_variables_do(tmp_path_factory, variables):
         expected = mistake
     if isinstance(expected, ProfileError):
         with pytest.raises(ProfileError) as caught:
-            profile_text(variables)
+            imported_env(variables)
         assert caught.value.message == expected.message
         return
-    text = profile_text(variables, model="a/b")
+    text = imported_env(variables, model="a/b").text
     path = tmp_path_factory.getbasetemp() / "imported" / "imported.yaml"  # not where `../` of another test is
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -149,7 +149,7 @@ def test_the_profile_means_what_the_variables_do(tmp_path_factory, variables):
 def test_any_environment_gives_a_profile_or_its_mistakes(variables, wrong):
     said = ""
     try:
-        assert profile_text({**variables, **wrong})
+        assert imported_env({**variables, **wrong})
     except ProfileError as mistake:
         said = mistake.message
     assert "is not valid:" not in said
@@ -171,7 +171,7 @@ ENVIRONMENT = {
 
 @pytest.mark.parametrize(("model", "kind"), [("synthetic:tiny", "embedded"), ("synthetic:vllm-25m", "vllm")])
 def test_synthetic_model_is_given_to_the_engine_that_has_it(model, kind):
-    assert f"kind: {kind}\n" in profile_text({"DYN_KVBM_CPU_CACHE_GB": "1"}, model=model)
+    assert f"kind: {kind}\n" in imported_env({"DYN_KVBM_CPU_CACHE_GB": "1"}, model=model).text
 
 
 def on_a_full_disk(*command: str, directory: Path) -> tuple[int, str]:
@@ -187,7 +187,8 @@ def on_a_full_disk(*command: str, directory: Path) -> tuple[int, str]:
 
 
 def test_profile_is_printed_on_a_full_disk(tmp_path):
-    assert on_a_full_disk(*PROGRAM, "profile", "import-env", directory=tmp_path) == (0, "")
+    exit_code, said = on_a_full_disk(*PROGRAM, "profile", "import-env", directory=tmp_path)
+    assert (exit_code, said.partition(":")[0]) == (0, "not carried over")
 
 
 def test_file_that_cannot_be_written_whole_is_not_there(tmp_path):

@@ -73,8 +73,7 @@ def profile(text: str) -> None:
 def import_profile(text: str) -> None:
     with contextlib.suppress(ProfileError):
         launch, *others = import_file.launches_in(text, "file")
-        found = imported(launch, model=("m", "--model"), engine=("vllm", ""))
-        import_file.profile_text(found, launch, others, "file")
+        assert imported(launch, "file", model=("m", "--model"), engine=("vllm", ""), others=others).text
 
 
 def numbered(line: str, size: int, head: str = "") -> str:
