@@ -44,6 +44,7 @@ from kvbm_cli.bench.trace.hit_rates import name_of  # noqa: E402
 CHOICES = [(eviction, to_host) for eviction in EVICTIONS for to_host in ("always", "on_evict")]
 DEFAULTS = (ADAPTIVE, "auto")
 PREFILL_BLOCKS = 16  # in a step
+RATIOS = [0.5, 1, 1.5, 2, 3, 4, 6, 12]
 TOLERANCE = 0.02
 PAGE_BYTES = 4096
 
@@ -117,6 +118,7 @@ class Engine:
         self.g1 = PrefixCache(g1_blocks)
         self.now_s = 0.0
         self.hits = {"g1": 0, "host": 0}
+        self.copied = 0
         layout = BlockLayout.block_contiguous(block_count=g1_blocks, block_bytes=PAGE_BYTES)
         info = sparse_segment(0, layout, host_blocks)
         self._segment = Segment(SharedMemory(info.fd, mmap.mmap(info.fd, info.length)), info, host_blocks)
@@ -163,6 +165,7 @@ class Engine:
     def _step(self) -> list[Any]:
         plan = self._leader.step()
         for order in plan.offloads:
+            self.copied += len(order.slots)
             self._segment.write_slots(order.slots, order.generation, SlotState.READY)
         for load in plan.onboards:
             self._segment.write_lane(load.lane, load.generation, SlotState.READY)
@@ -172,14 +175,14 @@ class Engine:
 Request = tuple[float, list[bytes]]  # when, and the names of its blocks
 
 
-def hit_rates(requests: Sequence[Request], g1: int, host: int, choice: tuple[str, str]) -> list[float]:
-    """Return which part of all blocks was found in G1, and in host memory."""
+def parts(requests: Sequence[Request], g1: int, host: int, choice: tuple[str, str]) -> list[float]:
+    """Return which part of all blocks was found in G1, and in host memory, and which was copied to host memory."""
     engine = Engine(g1, host, *choice)
     for number, (at_s, names) in enumerate(requests):
         engine.now_s = at_s
         engine.serve(f"r{number}", names)
     total = sum(len(names) for _, names in requests)
-    return [round(hits / total, 4) for hits in engine.hits.values()]
+    return [round(count / total, 4) for count in (*engine.hits.values(), engine.copied)]
 
 
 def measure(name: str, workload: Workload, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -193,11 +196,12 @@ def measure(name: str, workload: Workload, options: argparse.Namespace) -> list[
         g1 = max(round(share * blocks), longest + 1)
         for ratio in options.ratios:
             host = max(1, round(ratio * g1))
-            rates = {" ".join(one): hit_rates(requests, g1, host, one) for one in (*CHOICES, DEFAULTS)}
-            best = max(sum(rates[" ".join(one)]) for one in CHOICES)
-            loss = 1 - sum(rates[" ".join(DEFAULTS)]) / best if best else 0.0
-            points.append({"g1_blocks": g1, "host_blocks": host, "g1_and_host": rates, "loss": round(loss, 4)})
-            shown = "  ".join(f"{one} {sum(rate):.4f}" for one, rate in rates.items())
+            found = {" ".join(one): parts(requests, g1, host, one) for one in (*CHOICES, DEFAULTS)}
+            hits = {one: in_g1 + in_host for one, (in_g1, in_host, _) in found.items()}
+            best = max(hits[" ".join(one)] for one in CHOICES)
+            loss = 1 - hits[" ".join(DEFAULTS)] / best if best else 0.0
+            points.append({"g1_blocks": g1, "host_blocks": host, "g1_host_copied": found, "loss": round(loss, 4)})
+            shown = "  ".join(f"{one} {rate:.4f}" for one, rate in hits.items())
             print(f"{name:<14}G1 {g1:>7}  host {ratio:>4} x G1  {shown}  loss {loss:+.2%}", flush=True)
     return points
 
@@ -206,8 +210,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE", help="trace in Mooncake's format")
     parser.add_argument("--requests", type=int, help="only so many requests of each trace")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.002, 0.01, 0.05], help="G1, of a trace's blocks")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 1, 1.5, 2, 3], help="host memory, of G1")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.03], help="G1, of a trace's blocks")
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="host memory, of G1")
     parser.add_argument("--output", type=Path, help="JSON file of the result; keeps the other traces that it has")
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -216,7 +220,7 @@ def main() -> int:
     for name, workload in workloads(options.trace, with_generated=not options.trace):
         results[name] = measure(name, workload, options)
         if options.output:
-            command = "python bench/eviction/device_and_host.py --trace NAME=FILE"
+            command = "python bench/eviction/device_and_host.py --trace NAME=FILE --requests N"
             report = {**facts(()), "command": command, "requests": options.requests, "traces": results}
             options.output.write_text(json.dumps(report, indent=1) + "\n")
     missed = [(name, point) for name, points in results.items() for point in points if point["loss"] > TOLERANCE]

@@ -317,7 +317,7 @@ class Engine:
     def __init__(
         self, contender: type[Kvbm] | type[Native], *, pool_blocks: int = POOL_BLOCKS, caches: bool = False
     ) -> None:
-        self.pool = BlockPool(pool_blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.pool = BlockPool(pool_blocks, enable_caching=caches, hash_block_size=BLOCK_TOKENS)
         self.caches = caches
         self.cached: dict[str, int] = {}
         self.contender = contender(self.pool)

@@ -6,12 +6,15 @@ when `auto` is `on_evict`.
     next       -> `pick`: near the head of the engine's queue, and with the content that was noted
     copied     -> `changed`: a block without that content was evicted during its copy, and is not registered
 
+With `auto`, a block is copied as soon as it is noted while host memory has free slots. So nothing is lost until it is
+full, also if the engine resets its cache.
+
 A *content* is an object of the engine, compared by identity: the engine makes another one whenever it fills a block
 again, even with equal tokens. So a block that has the noted content after its copy was not written since it was noted.
 Blocks under a copy are not held: the engine would evict others in their place, and use them last when they come back.
 
-There is at most one note per block of G1. A picked block has none: it is in host memory, or its copy has failed. A
-request that uses it again notes it again.
+There is at most one note per block of G1. A block that was picked because it is evicted next has none: it is in host
+memory, or its copy has failed. A request that uses it again notes it again.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ if TYPE_CHECKING:
     from kvbm.tiers.lower_tier import TierContext
     from kvbm.tiers.settings import EvictionQueue
 
-SMALL_HOST = 2  # `auto` copies late if host memory has less than so many times the blocks of G1
+SMALL_HOST = 16  # `auto` copies late if host memory has less than so many times the blocks of G1
 STEPS_AHEAD = 2
+HOST_SHARE = 4  # at most this part of host memory is watched, or as many blocks as may be in flight: it has them twice
+WATCHED_SLICES = 4  # but no more than this, of the blocks that a step may copy
 FADING = 1 - 1 / 256  # of the demand, in each step that fills a block: it halves in 177 such steps
 
 Note = tuple[object, bytes, bytes, int]  # content, sequence hash, tenant, mark
@@ -38,7 +43,7 @@ Pick = tuple[int, object, bytes, bytes, int]  # G1 block, and its note
 
 def reason_to_copy_at_once(tiers: Tiers, *, host_blocks: int, g1_blocks: int) -> str:
     """Return why `auto` copies blocks to host memory when they are computed; empty if it waits until the engine evicts
-    them. A tier that outlives the engine would lack the blocks that are in G1 at its end."""
+    them, once host memory is full. A tier that outlives the engine would lack the blocks that are in G1 at its end."""
     if tiers.host is None:
         return "host memory is only a buffer"
     if tiers.disk is not None and tiers.disk.persist:
@@ -46,24 +51,28 @@ def reason_to_copy_at_once(tiers: Tiers, *, host_blocks: int, g1_blocks: int) ->
     if tiers.shared is not None and tiers.shared.write:
         return "the shared tier takes the blocks of a request at its end"
     if host_blocks >= SMALL_HOST * g1_blocks:
-        return f"host memory has {host_blocks:,} blocks, at least twice the {g1_blocks:,} of G1"
+        return f"host memory has {host_blocks:,} blocks, at least {SMALL_HOST} times the {g1_blocks:,} of G1"
     return ""
 
 
 class LateOffloads:
     """See the module's text. Watches the next blocks in the engine's queue, STEPS_AHEAD times as many as it has lately
-    filled in a step. At most as many as may be in flight, and no more than a step can examine."""
+    filled in a step, as a load of many blocks evicts as many at once."""
 
     def __init__(self, queue: EvictionQueue, context: TierContext) -> None:
         self._queue = queue
         self._store = context.host.store
         self._counters = context.counters
         self._may_decline = context.settings.may_decline
-        self._most = min(context.settings.max_in_flight_blocks, context.settings.slice_blocks)
+        self._slice = context.settings.slice_blocks
+        most = max(context.settings.max_in_flight_blocks, context.host.capacity_blocks // HOST_SHARE)
+        self._most = min(most, WATCHED_SLICES * self._slice)
         self._filled = 0  # blocks since the last step
         self._demand = 0.0  # the most blocks that a step has filled; older steps count less
         self._notes: dict[int, Note] = {}
         self._is_behind = False  # whether a block of the last step had no room
+        self._fills_slots = context.settings.to_host == "auto"
+        self._fresh: dict[int, None] = {}  # noted blocks for free slots of host memory
 
     def note(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, marks: bytes) -> None:
         """Note that these blocks are complete, or that the coming forward pass completes them."""
@@ -74,6 +83,8 @@ class LateOffloads:
         self._filled += len(block_ids) - len(known) + len(changed)
         self._count_lost(changed)
         notes.update(zip(block_ids, zip(contents, hashes, repeat(tenant), marks or repeat(PLAIN)), strict=False))
+        if self._fills_slots and self._store.free:
+            self._fresh |= dict.fromkeys(block_ids)
 
     def _count_lost(self, hashes: list[bytes]) -> None:
         """Count blocks that the engine has evicted, unless they are in host memory."""
@@ -96,11 +107,25 @@ class LateOffloads:
         self._count_lost(lost)
         names = list(wanted)[::-1]
         absent = [names[position] for position in self._store.touch(names)]
+        room = min(room, self._slice)
         chosen = absent[max(0, len(absent) - room) :]  # those that are evicted first
         self._is_behind = len(chosen) < len(absent)
         for name in (wanted.keys() - absent).union(chosen):
             del notes[wanted[name][0]]
-        return self._worthwhile([wanted[name] for name in chosen])
+        picks = self._worthwhile([wanted[name] for name in chosen])
+        return picks + self._pick_fresh(min(room, self._store.free) - len(picks), departing | wanted.keys())
+
+    def _pick_fresh(self, room: int, departing: Set[bytes]) -> list[Pick]:
+        """Return noted blocks for up to `room` free slots. They keep their notes: once host memory is full, they may be
+        evicted there first."""
+        noted = [(one, *self._notes[one]) for one in self._fresh if one in self._notes]
+        wanted = {pick[2]: pick for pick in noted if pick[1] is not None and pick[2] not in departing}
+        names = list(wanted)
+        absent = [wanted[names[position]] for position in self._store.missing(names)]
+        chosen = absent[: max(0, room)]
+        left_out = absent[len(chosen) :] if self._store.free > len(chosen) else []
+        self._fresh = {pick[0]: None for pick in left_out}
+        return chosen
 
     def _worthwhile(self, picks: list[Pick]) -> list[Pick]:
         """Return those that host memory would keep: of known chains first."""
@@ -120,9 +145,13 @@ class LateOffloads:
         return min(self._most, math.ceil(STEPS_AHEAD * self._demand))
 
     def changed(self, block_ids: Sequence[int], contents: Sequence[object]) -> set[int]:
-        """Return the positions of blocks that have not these contents any more."""
-        found = self._queue.contents_of(block_ids)
-        return {index for index, (now, then) in enumerate(zip(found, contents, strict=True)) if now is not then}
+        """Return the positions of blocks that have not these contents any more, and forget notes of these."""
+        pairs = zip(self._queue.contents_of(block_ids), contents, strict=True)
+        found = {index for index, (now, then) in enumerate(pairs) if now is not then}
+        for index in found:
+            if (note := self._notes.get(block_ids[index])) is not None and note[0] is contents[index]:
+                del self._notes[block_ids[index]]
+        return found
 
     def forget(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:

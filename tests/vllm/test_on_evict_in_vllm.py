@@ -110,14 +110,14 @@ def test_answers_under_churn_and_preemptions_are_those_without_a_cache(engine, t
     assert min(totals["hits"], totals[OFFLOADED], totals["preemptions"]) > 0, totals
 
 
-@pytest.mark.parametrize(("host_blocks", "copies_late"), [(2 * G1_BLOCKS - 1, True), (2 * G1_BLOCKS, False)])
-def test_auto_copies_late_only_if_host_memory_has_less_than_twice_the_blocks_of_g1(
-    engine, truth, host_blocks, copies_late
-):
-    start(engine, host_blocks=host_blocks, to_host="auto")
-    (first, *_) = prompts(1, 10)
-    ask_in_turn(engine, [first])
-    assert engine.totals().get(OFFLOADED, 0) == (0 if copies_late else 10)
+def test_auto_copies_blocks_late_once_host_memory_is_full(engine, truth):
+    start(engine, host_blocks=35, to_host="auto")
+    asked = prompts(8, 10)
+    ask_in_turn(engine, asked)
+    assert engine.totals()[OFFLOADED] == 35
+    engine.forget_g1()
+    again = ask_in_turn(engine, asked[:3])
+    assert [answer.cached for answer in again.values()] == [10 * BLOCK_TOKENS] * 3
     expected = truth["vllm-25m"]
     for _ in range(2):
         assert_equal(dict(zip(expected, engine.answer(list(expected), 8), strict=True)), expected)

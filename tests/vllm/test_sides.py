@@ -276,11 +276,14 @@ def test_blocks_that_a_sibling_may_have_loaded_do_not_outlive_the_engine():
     assert "`ExampleConnector`" in side.blocks._described().result()[1]
 
 
+ONCE_FULL = "auto, once host memory is full: it has"
+
+
 @pytest.mark.parametrize(
     ("offload", "pair", "caches", "g1_blocks", "expected"),
     [
-        ("auto", False, True, 5, "on_evict: auto: host memory has 8 blocks, less than twice the 5 of G1"),
-        ("auto", False, True, 4, "auto: when computed: host memory has 8 blocks, at least twice the 4 of G1"),
+        ("auto", False, True, 5, f"on_evict: {ONCE_FULL} 64 blocks, less than 16 times the 5 of G1"),
+        ("auto", False, True, 4, "auto: when computed: host memory has 64 blocks, at least 16 times the 4 of G1"),
         ("auto", True, True, 5, "auto: when computed: this engine prefills or decodes for another one"),
         ("auto", False, False, 5, "auto: when computed: vLLM's prefix caching is off"),
         ("on_evict", True, True, 4, "on_evict"),
@@ -294,7 +297,7 @@ def test_the_engine_says_which_blocks_are_copied_and_why(offload, pair, caches, 
     digest = side.blocks._config.digest()
     side.blocks.accept_handshakes([handshake(config_digest=digest, is_of_pair=pair)])
     pool = BlockPool(g1_blocks, enable_caching=caches, hash_block_size=16)
-    assert ": ".join(filter(None, side.blocks._to_host(pool, 8))) == expected
+    assert ": ".join(filter(None, side.blocks._to_host(pool, 64))) == expected
 
 
 def test_a_rank_that_has_not_told_where_its_memory_lies_is_missed():

@@ -10,6 +10,7 @@ import os
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ from pairs import (
     pair_of,
 )
 from traffic import asker, assert_equal, compare, conversations, repeat
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer, host_blocks
 
 from kvbm.engines.make_model import materialise
@@ -120,6 +123,39 @@ def test_wrong_bytes_would_be_noticed(pair, facts):
     comparison = compare(repeat(asker(pair.tested), list(truth)), truth)
     assert len(comparison.wrong) >= len(truth) // 4, comparison
     facts["wrong answers of a copier that lies"] = len(comparison.wrong)
+
+
+def test_what_on_evict_uses_of_vllms_block_pool_is_there():
+    """Of the installed version, by name: `kvbm.engines.vllm.eviction_queue`."""
+    given = {"num_gpu_blocks": 4, "enable_caching": True, "hash_block_size": BLOCK_TOKENS}
+    pool = BlockPool(**{name: given[name] for name in given.keys() & signature(BlockPool).parameters.keys()})
+    queue = pool.free_block_queue
+    first = queue.fake_free_list_head.next_free_block
+    assert (pool.enable_caching, queue.num_free_blocks) == (True, 3)  # block 0 stands for no block
+    assert first is pool.blocks[first.block_id]
+    assert first.next_free_block is pool.blocks[first.next_free_block.block_id]
+    assert (first.ref_cnt, first.block_hash) == (0, None)
+    assert pool.get_new_blocks(1) == [first]
+    assert first.ref_cnt == 1
+    assert make_block_hash_with_group_id(BlockHash(bytes(32)), 0) is not make_block_hash_with_group_id(
+        BlockHash(bytes(32)), 0
+    )
+
+
+def test_with_on_evict_blocks_are_copied_when_vllm_is_about_to_evict_them(facts):
+    contents = {"tiers": {"host": {"blocks": 120}}, "offload": {"to_host": "on_evict"}}
+    connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
+    prompts = [tuple(token + 3 * number for token in PROMPT) for number in range(8)]
+    options = {"blocks": 40, "max_model_len": 2048, "connector": connector}
+    with VllmServer(materialise("vllm-25m"), "--max-num-batched-tokens", "512", **options) as server:
+        truth = [server.ask(prompt) for prompt in prompts[:3]]
+        assert server.metrics().get(OFFLOADED, 0) == 0
+        truth += [server.ask(prompt) for prompt in prompts[3:]]
+        again = [server.ask(prompt) for prompt in prompts]
+        assert_equal(dict(enumerate(again)), dict(enumerate(truth)))
+        metrics = server.metrics()
+        assert metrics[ONBOARDED] > 0
+        facts["on_evict"] = {name: int(metrics[name]) for name in (OFFLOADED, ONBOARDED)}
 
 
 def test_states_of_a_hybrid_model_come_back_or_kvbm_says_why_not(facts):

@@ -34,7 +34,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.processes import boot_id
 from kvbm.identity.description import Description, describe
-from kvbm.leader.late_offloads import reason_to_copy_at_once
+from kvbm.leader.late_offloads import SMALL_HOST, reason_to_copy_at_once
 from kvbm.leader.opening import EngineAtStart, open_leader
 from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
@@ -191,7 +191,8 @@ class EngineBlocks:
         reason = unable or reason_to_copy_at_once(self._config.tiers, host_blocks=host_blocks, g1_blocks=g1_blocks)
         if reason:
             return "auto", f"when computed: {reason}"
-        return "on_evict", f"auto: host memory has {host_blocks:,} blocks, less than twice the {g1_blocks:,} of G1"
+        why = f"it has {host_blocks:,} blocks, less than {SMALL_HOST} times the {g1_blocks:,} of G1"
+        return "on_evict", f"auto, once host memory is full: {why}"
 
     def _described(self) -> Future[Description]:
         """Return the identity for the tiers below host memory: what decides the bytes and hashes of a block, and why
