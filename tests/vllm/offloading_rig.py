@@ -78,16 +78,24 @@ class Offloading:
     """A manager, its region of `rows` rows, and the tier. As a context manager it is shut down at the end."""
 
     def __init__(
-        self, directory: Path, *, rows: int = 8, disk_blocks: int = 200, host_blocks: int | None = None
+        self,
+        directory: Path,
+        *,
+        rows: int = 8,
+        disk_blocks: int = 200,
+        host_blocks: int | None = None,
+        shared: str = "",
     ) -> None:
         name = f"rig-{time.time_ns()}-{next(NAMES)}"
         region = SharedOffloadRegion(name, rows, None, ROW_BYTES, ROW_BYTES)
         self.primary = CPUPrimaryTierOffloadingManager(rows, region)
         loads._CONFIGS[:] = [vllm_config()]  # what vLLM's executor leaves there
-        tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}}
+        tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}} if disk_blocks else {}
+        if shared:
+            tiers["shared"] = {"url": shared}
         if host_blocks is not None:
             tiers["host"] = {"blocks": host_blocks}
-        options = {"tiers": tiers, "offload": {"to_disk": "always"}}
+        options = {"tiers": tiers, "offload": {"to_disk": "always", "to_shared": "always"}}
         self.tier = KvbmTier(
             SimpleNamespace(config=offloading_config(name)), self.primary.get_kv_memoryview(), "KvbmTier", kvbm=options
         )
