@@ -55,10 +55,11 @@ def key_of(number: int, group: int = 0) -> bytes:
     return make_offload_key(hashlib.sha256(b"%d" % number).digest(), group)
 
 
+@functools.lru_cache(maxsize=1000)
 def bytes_of(key: bytes) -> np.ndarray:
-    """What a block with this key contains."""
-    seed = np.frombuffer(hashlib.sha256(key).digest(), np.uint8)
-    return np.resize(seed, ROW_BYTES)
+    """What a block with this key contains; no part of it is like another one."""
+    seed = np.frombuffer(hashlib.sha256(key).digest(), np.uint32)
+    return np.random.default_rng(seed).integers(0, 256, ROW_BYTES, np.uint8)
 
 
 def offloading_config(engine_id: str) -> OffloadingConfig:
@@ -102,6 +103,7 @@ class Offloading:
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
         self.rows = np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)
         self.numbers = itertools.count()
+        self.contents = bytes_of  # of a block, by its key
         self.settle()  # the disk is off until the files of the model are identified
 
     def __enter__(self) -> Offloading:
@@ -153,7 +155,7 @@ class Offloading:
         output = self.manager.prepare_store(list(keys), context)
         assert output is not None, "vLLM has no room"
         for key, row in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
-            self.rows[row] = bytes_of(key)
+            self.rows[row] = self.contents(key)
         if output.keys_to_store:
             self.manager.complete_store(set(output.keys_to_store), context)
         return context
@@ -173,6 +175,12 @@ class Offloading:
                 assert time.monotonic() < end_s, "the disk has not got the block"
                 self.step()
                 time.sleep(0.001)
+
+    def forget_host(self) -> None:
+        """Empty vLLM's host memory and kvbm's own, without telling the tier."""
+        self.settle()
+        self.primary.reset_cache()
+        self.tier._leader.host.store.reset()
 
     def ask(self, keys: Sequence[bytes], context: ReqContext) -> list[LookupResult]:
         """Look keys up as vLLM's scheduler does: up to the first that is missing."""

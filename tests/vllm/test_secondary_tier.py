@@ -7,6 +7,8 @@ the whole engine.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import sys
 import time
@@ -16,14 +18,16 @@ from types import SimpleNamespace
 import pytest
 from offloading_rig import Offloading, bytes_of, key_of, vllm_config
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm_server import stopped_disk
 
 from kvbm.child import deadlines
 from kvbm.engines.vllm import secondary_tier, weight_updates
 from kvbm.errors import EnvironmentProblem
 
-sys.path.append(str(Path(__file__).parents[1] / "shared"))
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("shared", "vllm_contract")]
 import small_s3
+import test_tier_contract as contract
 from fault_proxy import FaultProxy
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,6 +45,16 @@ def patient(monkeypatch):
 def rig(tmp_path):
     with Offloading(tmp_path) as rig:
         yield rig
+
+
+def test_the_interface_is_the_one_of_the_contract():
+    assert SecondaryTierManager.__abstractmethods__ == set(contract.ABSTRACT)
+    for name, arguments in (contract.ABSTRACT | contract.OPTIONAL).items():
+        assert tuple(inspect.signature(getattr(SecondaryTierManager, name)).parameters)[1:] == arguments
+    assert tuple(inspect.signature(SecondaryTierManager).parameters) == contract.CONSTRUCTOR
+    assert {one.name for one in dataclasses.fields(JobResult)} == contract.RESULT
+    assert {one.name for one in dataclasses.fields(TransferJob)} >= contract.JOB
+    assert {one.name for one in LookupResult} >= {"HIT", "MISS", "RETRY"}
 
 
 def reset(rig):
@@ -348,3 +362,28 @@ def test_a_question_without_an_answer_ends_and_vllm_does_not_wait_for_it(tmp_pat
         assert rig.ask(FIRST, other)[0] is LookupResult.RETRY
         rig.manager.reset_cache()
         assert rig.ask(FIRST, other) == [LookupResult.MISS]
+
+
+def test_a_question_does_not_outlive_the_cache(tmp_path, monkeypatch):
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        monkeypatch.setattr(rig.tier._leader._asked_tiers[0], "must_wait", lambda *_: True)
+        context = rig.request(FIRST)
+        assert rig.ask(FIRST, context)[0] is LookupResult.RETRY
+        monkeypatch.setattr(rig.tier._leader, "step", lambda: 1 / 0)
+        rig.step()
+        assert rig.ask(FIRST, context) == [LookupResult.MISS]
+        rig.manager.on_request_finished(context)
+
+
+def test_what_could_not_be_forgotten_is_not_found(tmp_path, monkeypatch):
+    with Offloading(tmp_path) as rig:
+        rig.store(FIRST)
+        rig.store(SECOND)
+        rig.tier.pools = [
+            SimpleNamespace(get_num_free_blocks=lambda: 9, num_gpu_blocks=10, cached_block_hash_to_block=())
+        ]
+        monkeypatch.setattr(rig.tier, "_give_up", lambda: 1 / 0)
+        rig.tier.drain_jobs()
+        assert rig.tier.boundary.is_off
+        rig.primary.reset_cache()
+        assert rig.load(FIRST) == 0

@@ -16,8 +16,11 @@ of a process that was stopped, ends in a slot that stays reserved. A job that ta
 when its thread has stopped copying.
 
 vLLM ends the engine at any exception of a tier. No method raises one: any doubt is a MISS, or a job that has failed.
-From the first change of the weights on, everything is a MISS until vLLM is started again: vLLM's own host memory may
-keep blocks of the former weights, and hands them to this tier without saying so. A reset of it counts as a change.
+From a change of the weights on, which a reset of vLLM's offloading may mean too, everything is a MISS, and nothing is
+stored: vLLM's device and host memory have blocks of the former weights, and later requests find them there and hand
+them to this tier. It continues when vLLM resets its offloading while its device memory is empty: no request has blocks
+in it, and none is left in its prefix cache. All that comes later was computed later. What a copy under way still
+writes into host memory, vLLM has forgotten by then.
 
 vLLM names a request, and says nothing else of it. So `on_new_request` of the connector is wrapped: blocks of adapters
 and media, whose names are the clients', and of requests whose hashes do not name their blocks, are not kept.
@@ -30,7 +33,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +61,8 @@ from kvbm.observe.telemetry import Telemetry
 from kvbm.tiers.settings import SLICE_BLOCKS, EngineTraits
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
     from kvbm.leader.storage_leader import Loan, Question
@@ -156,7 +161,8 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         self._jobs: dict[int, _Job] = {}
         self._results: list[Any] = []
         self._readable: set[bytes] = set()  # until the end of this step
-        self._cause = ""  # why nothing is found or stored any more
+        self._cause = ""  # why nothing is found or stored
+        self.pools: Collection[BlockPool] = ()  # of vLLM's device memory
         self._threads = ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="kvbm-copy")
         facts = VllmFacts.of(self._vllm_config)
         self._telemetry = Telemetry(
@@ -165,7 +171,9 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         self._open(facts)
         watch(self)
         idle_engine.watch_cores()
-        call_before(importlib.import_module(CONNECTOR).OffloadingConnector, "on_new_request", _note_request)
+        connector = importlib.import_module(CONNECTOR).OffloadingConnector
+        call_before(connector, "on_new_request", _note_request)
+        call_before(connector, "bind_kv_cache_manager", _note_pools)
 
     def _open(self, facts: VllmFacts) -> None:
         """Open the tier. Raises EnvironmentProblem."""
@@ -204,10 +212,14 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         """Return whether a block can be read. vLLM asks for one block after the other; the answers for those that
         follow are found together."""
         request = self._requests.get(req_context.req_id)
-        if request is not None and key in self._readable and key not in request.failed:
+        if request is None:
+            return _MISS
+        if key in self._readable and key not in request.failed:
             return _HIT
+        if request.question is not None and not self.boundary.is_off:
+            return _RETRY
         try:
-            return _MISS if request is None else self._looked_up(request, key, req_context)
+            return self._looked_up(request, key, req_context)
         except Exception as error:  # a decorator would take as long as the lookup
             self.boundary.caught("KvbmTier.lookup", error, turns_off=True)
             return _MISS
@@ -216,8 +228,6 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         if self.boundary.is_off or self._cause or key in request.failed:
             return _MISS
         is_readable, now_s = self._leader.readable([key]), time.monotonic()
-        if not is_readable and request.question is not None:
-            return _RETRY
         may_ask = self._config.tiers.shared is not None and key not in request.asked
         if not is_readable and not (may_ask and now_s < (request.end_s or now_s + FIND_LIMIT_S)):
             return _MISS
@@ -229,8 +239,9 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
             request.found = max(found, request.found)
             return _HIT
         request.end_s = request.end_s or now_s + FIND_LIMIT_S
-        request.question = self._leader.ask([one for one in following if one[-GROUP_BYTES:] == key[-GROUP_BYTES:]])
-        request.asked.update(following)
+        chain = [one for one in following[:SLICE_BLOCKS] if one.endswith(key[-GROUP_BYTES:])]
+        request.question = self._leader.ask(chain)
+        request.asked.update(chain)
         self._advance_question(request)
         return _MISS if request.question is None else _RETRY
 
@@ -357,16 +368,19 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         """End every job: vLLM resets its host memory next, possibly because the weights change. Waits for the copy of
         one block at most, and for the disk to forget its blocks, which takes 2 s at most."""
         self.weights_may_change("a reset of vLLM's offloading")
+        if self.pools and all(map(_is_empty, self.pools)):
+            self._cause = ""
+            log.info("kvbm: vLLM's device memory is empty and its host memory is reset: blocks are kept again")
 
-    @contained()
+    @hook(when_off=True)  # not contained: what cannot be forgotten must not be found later
     def weights_may_change(self, cause: str) -> None:
-        """Give up every job, and forget every block. Nothing is found or stored any more."""
+        """Give up every job, and forget every block. Nothing is found or stored until vLLM has reset its caches."""
         is_first = not self._cause
         self._cause = self._cause or cause
         self._readable.clear()
         self._give_up()
         if is_first:
-            log.warning("kvbm: nothing is read from disk or stored there until vLLM is started again: %s", cause)
+            log.warning("kvbm: all blocks are forgotten, and none is kept until vLLM has reset its caches: %s", cause)
             self._reset()
 
     @hook()
@@ -426,10 +440,25 @@ def _only_cache_of(vllm_config: Any) -> Any:
 
 def _note_request(connector: Any, request: Request) -> None:
     """Tell the tiers of this connector of a request. Called before the connector's own method; raises nothing."""
+    for tier in _tiers_of(connector):
+        tier.note_request(request)
+
+
+def _note_pools(connector: Any, manager: KVCacheManager) -> None:
+    """Tell the tiers of this connector of vLLM's device memory. Called once, when vLLM starts."""
+    for tier in _tiers_of(connector):
+        tier.pools = {one.block_pool for one in manager.coordinator.single_type_managers}
+
+
+def _tiers_of(connector: Any) -> Iterator[KvbmTier]:
     scheduler = getattr(connector, "connector_scheduler", None)
-    for tier in getattr(getattr(scheduler, "manager", None), "secondary_tiers", ()):
-        if isinstance(tier, KvbmTier):
-            tier.note_request(request)
+    tiers = getattr(getattr(scheduler, "manager", None), "secondary_tiers", ())
+    return (tier for tier in tiers if isinstance(tier, KvbmTier))
+
+
+def _is_empty(pool: BlockPool) -> bool:
+    """Return whether no request has a block of this pool, and vLLM's prefix cache has none. One is never used."""
+    return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not len(pool.cached_block_hash_to_block)
 
 
 def _positions(req_context: Any) -> dict[bytes, int]:
