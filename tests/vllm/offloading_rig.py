@@ -130,15 +130,20 @@ class Offloading:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Step until neither vLLM nor the tier has work, and the tier is on."""
+        """Step until neither vLLM nor the tier has work, and the tier is on or cannot be opened."""
         self.step()
         end_s = time.monotonic() + timeout_s
         while self.manager.has_pending_work() or not (
-            self.tier.boundary.is_off or self.tier._cause or self.tier._leader.is_on
+            self.tier.boundary.is_off or self.tier._cause or self.tier._leader.is_on or self.cannot_open()
         ):
             assert time.monotonic() < end_s, f"still busy: {self.manager._jobs}"
             self.step()
             time.sleep(0.001)
+
+    def cannot_open(self) -> bool:
+        """Whether files are there that the disk process refuses."""
+        services = [getattr(tier, "disk", None) or tier.client for tier in self.tier._leader.lower_tiers]
+        return any(service._last_error for service in services)
 
     def settle_jobs(self, timeout_s: float = 60.0) -> None:
         """Step until vLLM waits for no job of the tier."""

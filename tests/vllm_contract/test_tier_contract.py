@@ -6,11 +6,16 @@ with the vLLM that is installed.
 
 from __future__ import annotations
 
-import inspect
+import ast
+from pathlib import Path
 
 import pytest
 
-from kvbm.engines.vllm.secondary_tier import KvbmTier
+from kvbm.engines.vllm import versions
+
+SOURCE = ast.parse(Path(versions.__file__).with_name("secondary_tier.py").read_text())
+(TIER,) = [node for node in SOURCE.body if isinstance(node, ast.ClassDef) and node.name == "KvbmTier"]
+METHODS = {node.name: node.args for node in TIER.body if isinstance(node, ast.FunctionDef)}
 
 ABSTRACT = {
     "lookup": ("key", "req_context"),
@@ -36,22 +41,23 @@ JOB = {"job_id", "keys", "chunk_ids", "is_promotion", "req_context"}
 OWN = {"note_request", "weights_may_change", "adapter_is_loaded"}  # called by kvbm's own wrappers
 
 
+def names(arguments: ast.arguments) -> tuple[str, ...]:
+    return tuple(one.arg for one in arguments.args[1:])
+
+
 def test_each_abstract_method_is_there():
-    assert set(ABSTRACT) <= set(vars(KvbmTier))
+    assert set(ABSTRACT) <= set(METHODS)
 
 
-@pytest.mark.parametrize("name", sorted(set(ABSTRACT | OPTIONAL) & set(vars(KvbmTier))))
+@pytest.mark.parametrize("name", sorted(set(ABSTRACT | OPTIONAL) & set(METHODS)))
 def test_a_method_takes_what_vllm_passes(name):
-    arguments = (ABSTRACT | OPTIONAL)[name]
-    signature = inspect.signature(getattr(KvbmTier, name))
-    signature.bind("self", *arguments)
-    signature.bind("self", **dict.fromkeys(arguments))
+    assert names(METHODS[name]) == (ABSTRACT | OPTIONAL)[name]
 
 
 def test_the_constructor_takes_what_vllm_passes_and_the_keys_of_the_configuration():
-    inspect.signature(KvbmTier).bind(**dict.fromkeys(CONSTRUCTOR), kvbm={})
+    assert names(METHODS["__init__"]) == CONSTRUCTOR
+    assert METHODS["__init__"].kwarg is not None
 
 
 def test_no_public_method_is_misspelt():
-    public = {name for name, one in vars(KvbmTier).items() if callable(one) and not name.startswith("_")}
-    assert public - set(ABSTRACT | OPTIONAL) == OWN
+    assert {name for name in METHODS if not name.startswith("_")} - set(ABSTRACT | OPTIONAL) == OWN
