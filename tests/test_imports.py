@@ -24,6 +24,7 @@ RUNS_THE_CACHE = (
     *("kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
     "kvbm.engines.launch_plan",
     "kvbm.engines.engine_code",
+    "kvbm.engines.storage_opening",
 )
 # Modules of an engine's folder that say what is known before it starts. They import no engine and no cache.
 FOLDERS = ("vllm", "trtllm", "sglang", "embedded")
@@ -113,6 +114,10 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.sizing", ("kvbm.config",)),
     Rule("kvbm.engines.installation"),
     Rule("kvbm.engines.engine_code", ("kvbm.identity.machine",), never=ENGINES[1:], lazily=("torch",)),
+    Rule(
+        "kvbm.engines.storage_opening",
+        ("kvbm.device", "kvbm.host", "kvbm.leader", "kvbm.tiers.settings", "kvbm.boundary", "kvbm.config"),
+    ),
     Rule("kvbm.engines.launch_plan", ("kvbm.config.schema",)),
     Rule("kvbm.engines.engine_kind", ("kvbm.config", "kvbm.sizing", *SHARED_BY_ENGINES)),
     Rule("kvbm.engines.disaggregated", ("kvbm.config.schema", "kvbm.engines.launch_plan")),

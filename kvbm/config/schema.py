@@ -73,7 +73,7 @@ class HostTierSection(SizedTier):
     managed_by: Literal["kvbm", "engine"] = Field(
         default="kvbm",
         description="Who copies blocks to host memory and back: kvbm's connector, or with `engine` vLLM's own "
-        "offloading, with kvbm's disk tier below it (docs/guide/vllm-offloading.md).",
+        "offloading, with kvbm's lower tiers below it (docs/guide/vllm-offloading.md).",
     )
 
 
@@ -512,10 +512,8 @@ def _below_offloading(tiers: Tiers, engine: EngineSection | None) -> Tiers:
     if engine is not None and not engine.offloads:
         able = kinds_that(lambda form: form.offloads)
         raise WrongKey("host", f"`managed_by: engine` requires {able}; `{engine.kind}` has no offloading of its own")
-    if tiers.disk is None:
-        raise WrongKey("host", "`managed_by: engine` requires `tiers.disk`, which kvbm adds below it")
-    if tiers.shared is not None:
-        raise WrongKey("shared", "cannot be used with `tiers.host.managed_by: engine`; remove one of them")
+    if not tiers.has_lower:
+        raise WrongKey("host", "`managed_by: engine` requires `tiers.disk` or `tiers.shared`, which kvbm adds below it")
     if host.blocks is not None:
         raise WrongKey("host", "`managed_by: engine` requires `capacity` in place of `blocks`: vLLM takes bytes")
     if "eviction" in host.model_fields_set and host.eviction != "lru":
@@ -594,7 +592,8 @@ class Profile(Section):
         metrics = self.metrics.model_copy(update={"host": self.metrics.host or self.server.host})
         rest = {name: getattr(self, name) for name in ConnectorConfig.model_fields}
         if self.tiers.are_below_engine:
-            rest["tiers"] = self.tiers.model_copy(update={"host": None})
+            buffer = None if self.tiers.disk is not None else HostTierSection(blocks=BOUNCE_BLOCKS)
+            rest["tiers"] = self.tiers.model_copy(update={"host": buffer})
         return ConnectorConfig(**{**rest, "metrics": metrics})
 
 

@@ -56,6 +56,16 @@ class Loan:
 Lend = Callable[[Loan], None]
 
 
+def has_ended(question: Question[Answer], take: Callable[[Answer], None]) -> bool:
+    """Advance a question; return whether it has ended. If so, `take` got its answer."""
+    try:
+        next(question)
+    except StopIteration as end:
+        take(end.value)
+        return True
+    return False
+
+
 @dataclass(slots=True, eq=False)
 class _Reading:
     """What one question reads. `waiting` are batches that have not begun, in order; `open` are reads in flight; `lent`
@@ -120,7 +130,15 @@ class StorageLeader(EngineTiers):
     def find(self, hashes: Sequence[bytes], prefix: Sequence[bytes] = ()) -> Question[int]:
         """Return how many of `hashes` can be read, up to the first that cannot. `prefix` are the blocks before them in
         their chain, if they are known: they become recent too, so that they are not evicted before the others."""
-        name, began_s = f"question {next(self._numbers)}", self._clock()
+        began_s = self._clock()
+        count = yield from self.ask(hashes)
+        self.counters.durations["match"].observe(self._clock() - began_s)
+        self.note_request([*prefix, *hashes[:count]], count, len(hashes))
+        return count
+
+    def ask(self, hashes: Sequence[bytes]) -> Question[int]:
+        """Like `find`, for an engine that notes its requests itself. `readable` knows the answer afterwards."""
+        name = f"question {next(self._numbers)}"
         try:
             while (count := self._present(hashes)) < len(hashes):
                 if not any(tier.must_wait(name, hashes, count, len(hashes)) for tier in self._asked_tiers):
@@ -129,8 +147,6 @@ class StorageLeader(EngineTiers):
         finally:
             for tier in self._asked_tiers:
                 tier.forget_request(name)
-        self.counters.durations["match"].observe(self._clock() - began_s)
-        self.note_request([*prefix, *hashes[:count]], count, len(hashes))
         return count
 
     def which(self, hashes: Sequence[bytes]) -> Question[list[bool]]:

@@ -292,8 +292,14 @@ def test_keys_are_no_arguments_that_every_user_can_read(key: object) -> None:
     assert (made.environment["VLLM_API_KEY"], made.environment["HF_TOKEN"]) == ("a-secret", "hf_secret")
 
 
-def test_kvbm_is_a_tier_below_vllms_own_offloading():
-    tiers = {"host": {"capacity": "2GiB", "managed_by": "engine"}, "disk": {"capacity": "4GiB"}}
+DISK, SHARED = {"capacity": "4GiB"}, {"url": "file:///shared"}
+
+
+@pytest.mark.parametrize(
+    ("lower", "slots"), [({"disk": DISK}, None), ({"shared": SHARED}, 64), ({"disk": DISK, "shared": SHARED}, None)]
+)
+def test_kvbm_is_a_tier_below_vllms_own_offloading(lower, slots):
+    tiers = {"host": {"capacity": "2GiB", "managed_by": "engine"}, **lower}
     arguments = {"kv_transfer_config": {"kv_connector_extra_config": {"spec_name": "Other", "store_threshold": 1}}}
     profile = Profile.model_validate(
         {"engine": {"kind": "vllm", "model": "m", "arguments": arguments}, "tiers": tiers, "metrics": {"serve": True}}
@@ -307,7 +313,9 @@ def test_kvbm_is_a_tier_below_vllms_own_offloading():
     assert (extra["spec_name"], extra["cpu_bytes_to_use"], extra["eviction_policy"]) == ("Other", 2 << 30, "lru")
     assert extra["offload_prompt_only"] is False
     config = resolve_connector({"kvbm": tier["kvbm"]}, {}, engine="vllm")
-    assert (config.tiers.host, config.tiers.disk.capacity_bytes) == (None, 4 << 30)
+    found = config.tiers
+    assert (None if found.host is None else found.host.blocks) == slots
+    assert {name for name in ("disk", "shared") if getattr(found, name) is not None} == set(lower)
     assert launch.metrics_url == "http://127.0.0.1:6880/metrics"
 
 

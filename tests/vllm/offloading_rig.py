@@ -55,10 +55,11 @@ def key_of(number: int, group: int = 0) -> bytes:
     return make_offload_key(hashlib.sha256(b"%d" % number).digest(), group)
 
 
+@functools.lru_cache(maxsize=1000)
 def bytes_of(key: bytes) -> np.ndarray:
-    """What a block with this key contains."""
-    seed = np.frombuffer(hashlib.sha256(key).digest(), np.uint8)
-    return np.resize(seed, ROW_BYTES)
+    """What a block with this key contains; no part of it is like another one."""
+    seed = np.frombuffer(hashlib.sha256(key).digest(), np.uint32)
+    return np.random.default_rng(seed).integers(0, 256, ROW_BYTES, np.uint8)
 
 
 def offloading_config(engine_id: str) -> OffloadingConfig:
@@ -78,22 +79,31 @@ class Offloading:
     """A manager, its region of `rows` rows, and the tier. As a context manager it is shut down at the end."""
 
     def __init__(
-        self, directory: Path, *, rows: int = 8, disk_blocks: int = 200, host_blocks: int | None = None
+        self,
+        directory: Path,
+        *,
+        rows: int = 8,
+        disk_blocks: int = 200,
+        host_blocks: int | None = None,
+        shared: str = "",
     ) -> None:
         name = f"rig-{time.time_ns()}-{next(NAMES)}"
         region = SharedOffloadRegion(name, rows, None, ROW_BYTES, ROW_BYTES)
         self.primary = CPUPrimaryTierOffloadingManager(rows, region)
         loads._CONFIGS[:] = [vllm_config()]  # what vLLM's executor leaves there
-        tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}}
+        tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}} if disk_blocks else {}
+        if shared:
+            tiers["shared"] = {"url": shared}
         if host_blocks is not None:
             tiers["host"] = {"blocks": host_blocks}
-        options = {"tiers": tiers, "offload": {"to_disk": "always"}}
+        options = {"tiers": tiers, "offload": {"to_disk": "always", "to_shared": "always"}}
         self.tier = KvbmTier(
             SimpleNamespace(config=offloading_config(name)), self.primary.get_kv_memoryview(), "KvbmTier", kvbm=options
         )
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
         self.rows = np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)
         self.numbers = itertools.count()
+        self.contents = bytes_of  # of a block, by its key
         self.settle()  # the disk is off until the files of the model are identified
 
     def __enter__(self) -> Offloading:
@@ -120,15 +130,20 @@ class Offloading:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Step until neither vLLM nor the tier has work, and the tier is on."""
+        """Step until neither vLLM nor the tier has work, and the tier is on or cannot be opened."""
         self.step()
         end_s = time.monotonic() + timeout_s
         while self.manager.has_pending_work() or not (
-            self.tier.boundary.is_off or self.tier._cause or self.tier._leader.is_on
+            self.tier.boundary.is_off or self.tier._cause or self.tier._leader.is_on or self.cannot_open()
         ):
             assert time.monotonic() < end_s, f"still busy: {self.manager._jobs}"
             self.step()
             time.sleep(0.001)
+
+    def cannot_open(self) -> bool:
+        """Whether files are there that the disk process refuses."""
+        services = [getattr(tier, "disk", None) or tier.client for tier in self.tier._leader.lower_tiers]
+        return any(service._last_error for service in services)
 
     def settle_jobs(self, timeout_s: float = 60.0) -> None:
         """Step until vLLM waits for no job of the tier."""
@@ -145,7 +160,7 @@ class Offloading:
         output = self.manager.prepare_store(list(keys), context)
         assert output is not None, "vLLM has no room"
         for key, row in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
-            self.rows[row] = bytes_of(key)
+            self.rows[row] = self.contents(key)
         if output.keys_to_store:
             self.manager.complete_store(set(output.keys_to_store), context)
         return context
@@ -165,6 +180,12 @@ class Offloading:
                 assert time.monotonic() < end_s, "the disk has not got the block"
                 self.step()
                 time.sleep(0.001)
+
+    def forget_host(self) -> None:
+        """Empty vLLM's host memory and kvbm's own, without telling the tier."""
+        self.settle()
+        self.primary.reset_cache()
+        self.tier._leader.host.store.reset()
 
     def ask(self, keys: Sequence[bytes], context: ReqContext) -> list[LookupResult]:
         """Look keys up as vLLM's scheduler does: up to the first that is missing."""

@@ -25,6 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvbm.host import threads
+from kvbm.leader.storage_leader import has_ended
 
 if TYPE_CHECKING:
     from kvbm.boundary import Boundary
@@ -49,6 +50,10 @@ class _Open(Generic[Answer]):
     question: Question[Answer] | None = None
     result: Answer | None = None
     is_given_up: bool = False
+
+    def end(self, result: Answer) -> None:
+        self.result = result
+        self.answers.put(None)
 
 
 class LeaderThread:
@@ -156,10 +161,4 @@ class LeaderThread:
             return True
         if asked.question is None:
             asked.question = asked.begin(self._leader, asked.answers.put)
-        try:
-            next(asked.question)
-        except StopIteration as end:
-            asked.result = end.value
-            asked.answers.put(None)
-            return True
-        return False
+        return has_ended(asked.question, asked.end)

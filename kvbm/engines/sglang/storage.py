@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import KEY, resolve_connector
-from kvbm.device.worker import HostCapacity
 from kvbm.engines.engine_code import module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.engines.sglang import flushes, weight_updates
@@ -34,20 +33,20 @@ from kvbm.engines.sglang.host_pool import Addresses, HostPool, copy_in, copy_out
 from kvbm.engines.sglang.identity import identity, is_attached
 from kvbm.engines.sglang.leader_thread import LeaderThread
 from kvbm.engines.sglang.ranks import for_rank, replica
+from kvbm.engines.storage_opening import open_storage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, Piece
-from kvbm.host.segment import Segment
 from kvbm.identity.description import Description, describe
 from kvbm.identity.machine import version_of
-from kvbm.leader.opening import EngineAtStart, open_storage_leader
 from kvbm.observe.telemetry import Telemetry
-from kvbm.tiers.settings import EngineTraits, LeaderCallbacks
+from kvbm.tiers.settings import EngineTraits
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     import torch
 
+    from kvbm.host.segment import Segment
     from kvbm.leader.storage_leader import Lend, Loan, Question, StorageLeader
 
 INTERFACE = "sglang.srt.mem_cache.hicache_storage"
@@ -136,31 +135,21 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
 
     def _open(self, layout: BlockLayout, facts: dict[str, object]) -> None:
         """Open the tiers for blocks of this layout. Raises EnvironmentProblem."""
-        pool = self._pool
-        assert pool is not None
-        host = self._config.tiers.host_memory()
-        capacity = HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks)
-        slots = capacity.slot_count(layout.slot_stride, self._storage.tp_size * self._storage.pp_size)
-        self._segment = Segment.create(rank=0, layout=layout, slot_count=slots)
-        traits = EngineTraits(pool.page_tokens, hash_bytes=KEY_BYTES, names_whole_chains=False)
-        try:
-            leader = open_storage_leader(
-                self._config,
-                EngineAtStart([self._segment.info], traits, 1, partial(self._described, facts), info=self._info()),
-                LeaderCallbacks(_no_device_blocks, _no_device_blocks),
-            )
-            self.boundary.counters = leader.counters
-            total_s, drain_s = self._config.onboard.disk_timeout_s, self._config.tiers.drain_s
-            self._thread = LeaderThread(leader, self.boundary, total_s=total_s, drain_s=drain_s)
-            self._telemetry.watch(leader, self._thread.wake)
-        except BaseException:
-            self._segment.close()
-            raise
-        info = self._segment.info
-        log.info(
-            "kvbm: rank %d allocated %d blocks of %d bytes in host memory (%.2f GB)",
-            self._rank, info.slot_count, info.block_bytes, info.length / 1e9,
-        )  # fmt: skip
+        assert self._pool is not None
+        traits = EngineTraits(self._pool.page_tokens, hash_bytes=KEY_BYTES, names_whole_chains=False)
+        ranks = self._storage.tp_size * self._storage.pp_size
+        self._segment, leader = open_storage(
+            self.boundary,
+            self._config,
+            layout,
+            traits,
+            partial(self._described, facts),
+            info=self._info(),
+            rank_count=ranks,
+        )
+        total_s, drain_s = self._config.onboard.disk_timeout_s, self._config.tiers.drain_s
+        self._thread = LeaderThread(leader, self.boundary, total_s=total_s, drain_s=drain_s)
+        self._telemetry.watch(leader, self._thread.wake)
 
     @contained(0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
@@ -365,7 +354,3 @@ def _hashes(keys: Sequence[str], pool: str = KV_POOL) -> list[bytes]:
     if pool == KV_POOL:
         return hashes
     return [hashlib.sha256(f"{pool}/".encode() + one).digest() for one in hashes]
-
-
-def _no_device_blocks(block_ids: Sequence[int]) -> None:
-    assert not block_ids, "kvbm holds no device memory of SGLang"

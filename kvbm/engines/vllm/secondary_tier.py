@@ -1,12 +1,14 @@
-"""KvbmTier: disk (G3) below the host memory of vLLM's own offloading.
+"""KvbmTier: disk (G3) and the shared tier (G4) below the host memory of vLLM's own offloading.
 
 vLLM's OffloadingConnector copies blocks between the device and a region of host memory. It hands every block of that
 region to the tiers below it, and asks them for blocks that it has not:
 
-    lookup          whether a block can be read: HIT or MISS
+    lookup          whether a block can be read: HIT, MISS, or RETRY while the shared store is asked
     submit_load     a job: copy blocks into these rows of the region
     submit_store    a job: take blocks over from these rows
     get_finished_jobs, drain_jobs    report each job once; a load names the blocks that have arrived
+
+vLLM lets a request at RETRY wait, and asks again in each step. So the store has FIND_LIMIT_S for each request.
 
 All of these run in the thread of vLLM's scheduler, which owns the StorageLeader. A row is copied by a thread of this
 process, from or into a slot of kvbm's own memory (G2). No other process has the region, so a late read of a drive, or
@@ -14,8 +16,11 @@ of a process that was stopped, ends in a slot that stays reserved. A job that ta
 when its thread has stopped copying.
 
 vLLM ends the engine at any exception of a tier. No method raises one: any doubt is a MISS, or a job that has failed.
-From the first change of the weights on, everything is a MISS until vLLM is started again: vLLM's own host memory may
-keep blocks of the former weights, and hands them to this tier without saying so. A reset of it counts as a change.
+From a change of the weights on, which a reset of vLLM's offloading may mean too, everything is a MISS, and nothing is
+stored: vLLM's device and host memory have blocks of the former weights, and later requests find them there and hand
+them to this tier. It continues when vLLM resets its offloading while its device memory is empty: no request has blocks
+in it, and none is left in its prefix cache. All that comes later was computed later. What a copy under way still
+writes into host memory, vLLM has forgotten by then.
 
 vLLM names a request, and says nothing else of it. So `on_new_request` of the connector is wrapped: blocks of adapters
 and media, whose names are the clients', and of requests whose hashes do not name their blocks, are not kept.
@@ -28,7 +33,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,9 +43,9 @@ import numpy as np
 
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.config.connector import KEY, resolve_connector
-from kvbm.device.worker import HostCapacity
 from kvbm.engines.engine_code import call_before, module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.storage_opening import open_storage
 from kvbm.engines.vllm import idle_engine, loads
 from kvbm.engines.vllm.beginning import log_as_vllm_does, refuse_rival
 from kvbm.engines.vllm.engine_facts import VllmFacts
@@ -50,13 +55,14 @@ from kvbm.engines.vllm.request import is_named
 from kvbm.engines.vllm.weight_updates import watch
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import BlockLayout
-from kvbm.host.segment import Segment
 from kvbm.identity.description import Description, describe
-from kvbm.leader.opening import EngineAtStart, open_storage_leader
+from kvbm.leader.storage_leader import has_ended
 from kvbm.observe.telemetry import Telemetry
-from kvbm.tiers.settings import SLICE_BLOCKS, EngineTraits, LeaderCallbacks
+from kvbm.tiers.settings import SLICE_BLOCKS, EngineTraits
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
     from kvbm.leader.storage_leader import Loan, Question
@@ -67,6 +73,7 @@ CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 PLACE = f"secondary_tiers.{KEY}"
 GROUP_BYTES = 4  # of a key: the index of the KV cache group, after the block hash
 STORE_LIMIT_S = 2.0  # without a block that moves, until a store is given up
+FIND_LIMIT_S = 1.0  # from the first question of a request to the shared store
 COPYING_THREADS = 2
 POLL_S = 0.0005
 
@@ -74,8 +81,26 @@ log = logging.getLogger(__name__)
 
 _interface = module_if_installed(INTERFACE)
 _offloading = module_if_installed(OFFLOADING)
-_HIT, _MISS = (getattr(getattr(_offloading, "LookupResult", None), name, None) for name in ("HIT", "MISS"))
+_LookupResult = getattr(_offloading, "LookupResult", None)
+_HIT, _MISS, _RETRY = (getattr(_LookupResult, name, None) for name in ("HIT", "MISS", "RETRY"))
 _Tier: Any = getattr(_interface, "SecondaryTierManager", object)
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A request that may use the cache. `found`: its blocks that could be read. `failed`: keys whose load has failed.
+    `asked`: keys for which the shared store was asked; no question is open or begins after `end_s`."""
+
+    found: int = 0
+    failed: set[bytes] = field(default_factory=set)
+    asked: set[bytes] = field(default_factory=set)
+    question: Question[int] | None = None
+    end_s: float = 0.0
+
+    def end_question(self, _answer: int = 0) -> None:
+        if self.question is not None:
+            self.question.close()
+        self.question = None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +120,9 @@ class _Job:
     copied: list[int] = field(default_factory=list)
     stored: bool = False
     is_given_up: bool = True  # until it is known to be valid
+
+    def note_stored(self, answer: Sequence[bool] | None) -> None:
+        self.stored = answer is not None and all(answer)
 
     def is_copied(self) -> bool:
         """Whether no thread copies any more."""
@@ -121,20 +149,20 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         self.boundary = Boundary()
         self._vllm_config: Any = _only_cache_of(loads.last_config())
         self._config = resolve_connector(options, os.environ, engine="vllm", place=PLACE)
-        if self._config.tiers.disk is None or self._config.tiers.shared is not None:
+        if not self._config.tiers.has_lower:
             raise EnvironmentProblem(
-                "below vLLM's own offloading, kvbm has a disk tier and no other",
-                hint=f"set `{PLACE}.tiers.disk`, and remove `shared`",
+                "below vLLM's own offloading, kvbm requires a disk tier or a shared tier",
+                hint=f"set `{PLACE}.tiers.disk`, `{PLACE}.tiers.shared` or both",
             )
         self._rows = np.asarray(primary_kv_view)
         if self._rows.itemsize != 1 or not self._rows.flags.c_contiguous:
             raise EnvironmentProblem("this version of vLLM has another layout of host memory than kvbm knows")
-        self._requests: dict[str, int] = {}  # that may use the cache, with how many blocks were found for them
+        self._requests: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Job] = {}
         self._results: list[Any] = []
-        self._failed: dict[str, set[bytes]] = {}  # by request: keys whose load has failed
         self._readable: set[bytes] = set()  # until the end of this step
-        self._cause = ""  # why nothing is found or stored any more
+        self._cause = ""  # why nothing is found or stored
+        self.pools: Collection[BlockPool] = ()  # of vLLM's device memory
         self._threads = ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="kvbm-copy")
         facts = VllmFacts.of(self._vllm_config)
         self._telemetry = Telemetry(
@@ -143,29 +171,25 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         self._open(facts)
         watch(self)
         idle_engine.watch_cores()
-        call_before(importlib.import_module(CONNECTOR).OffloadingConnector, "on_new_request", _note_request)
+        connector = importlib.import_module(CONNECTOR).OffloadingConnector
+        call_before(connector, "on_new_request", _note_request)
+        call_before(connector, "bind_kv_cache_manager", _note_pools)
 
     def _open(self, facts: VllmFacts) -> None:
         """Open the tier. Raises EnvironmentProblem."""
         spec = self._offloading_spec.config
         layout = BlockLayout.block_contiguous(block_count=len(self._rows), block_bytes=self._rows.shape[1])
-        host = self._config.tiers.host_memory()
-        capacity = HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks)
-        self._segment = Segment.create(rank=0, layout=layout, slot_count=capacity.slot_count(layout.slot_stride, 1))
         tokens = max(group.tokens_per_block for group in spec.groups) * spec.cache.blocks_per_chunk
-        traits = EngineTraits(tokens, hash_bytes=facts.hash_bytes + GROUP_BYTES, names_whole_chains=False)
-        try:
-            self._leader = open_storage_leader(
-                self._config,
-                EngineAtStart([self._segment.info], traits, len(self._rows), self._described, info=facts.info),
-                LeaderCallbacks(_no_device_blocks, _no_device_blocks),
-            )
-        except BaseException:
-            self._segment.close()
-            raise
-        self.boundary.counters = self._leader.counters
+        self._segment, self._leader = open_storage(
+            self.boundary,
+            self._config,
+            layout,
+            EngineTraits(tokens, hash_bytes=facts.hash_bytes + GROUP_BYTES, names_whole_chains=False),
+            self._described,
+            info=facts.info,
+            g1_blocks=len(self._rows),
+        )
         self._telemetry.watch(self._leader, idle_engine.wake)
-        log.info("kvbm: %d blocks of %d bytes between vLLM's host memory and the disk", *self._segment.payload.shape)
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and names of a row."""
@@ -182,32 +206,50 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def note_request(self, request: Request) -> None:
         """Note a request that arrives, before vLLM asks for its blocks."""
         if is_named(request) and request.lora_request is None and not getattr(request, "mm_features", None):
-            self._requests[request.request_id] = 0
+            self._requests[request.request_id] = _Tracked()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return HIT if a block can be read, else MISS. vLLM asks for one block after the other; the answers for those
-        that follow are found together."""
-        request_id = req_context.req_id
-        if key in self._readable and request_id in self._requests and request_id not in self._failed:
+        """Return whether a block can be read. vLLM asks for one block after the other; the answers for those that
+        follow are found together."""
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            return _MISS
+        if key in self._readable and key not in request.failed:
             return _HIT
+        if request.question is not None and not self.boundary.is_off:
+            return _RETRY
         try:
-            return _HIT if self._is_found(key, req_context) else _MISS
+            return self._looked_up(request, key, req_context)
         except Exception as error:  # a decorator would take as long as the lookup
             self.boundary.caught("KvbmTier.lookup", error, turns_off=True)
             return _MISS
 
-    def _is_found(self, key: bytes, req_context: Any) -> bool:
-        request_id = req_context.req_id
-        if self.boundary.is_off or self._cause or request_id not in self._requests:
-            return False
-        if key in self._failed.get(request_id, ()) or not self._leader.readable([key]):
-            return False
+    def _looked_up(self, request: _Tracked, key: bytes, req_context: Any) -> Any:
+        if self.boundary.is_off or self._cause or key in request.failed:
+            return _MISS
+        is_readable, now_s = self._leader.readable([key]), time.monotonic()
+        may_ask = self._config.tiers.shared is not None and key not in request.asked
+        if not is_readable and not (may_ask and now_s < (request.end_s or now_s + FIND_LIMIT_S)):
+            return _MISS
         keys = list(_positions(req_context))
         following = keys[keys.index(key) :] if key in keys else [key]
-        found = self._leader.readable(following)
-        self._readable.update(following[:found])
-        self._requests[request_id] = max(found, self._requests[request_id])
-        return True
+        if is_readable:
+            found = self._leader.readable(following)
+            self._readable.update(following[:found])
+            request.found = max(found, request.found)
+            return _HIT
+        request.end_s = request.end_s or now_s + FIND_LIMIT_S
+        chain = [one for one in following[:SLICE_BLOCKS] if one.endswith(key[-GROUP_BYTES:])]
+        request.question = self._leader.ask(chain)
+        request.asked.update(chain)
+        self._advance_question(request)
+        return _MISS if request.question is None else _RETRY
+
+    def _advance_question(self, request: _Tracked) -> None:
+        if time.monotonic() > request.end_s:
+            request.end_question()
+        elif request.question is not None:
+            has_ended(request.question, request.end_question)
 
     @contained()
     def submit_load(self, job_metadata: Any) -> None:
@@ -269,13 +311,12 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def _advance(self) -> None:
         """Let the tier and the jobs continue."""
         self._leader.step()
+        for request in self._requests.values():
+            self._advance_question(request)
         for job in list(self._jobs.values()):
             job.is_given_up |= time.monotonic() > job.end_s
             if not job.is_given_up and job.question is not None:
-                try:
-                    next(job.question)
-                except StopIteration as end:
-                    job.stored = not job.is_load and all(end.value)
+                if has_ended(job.question, job.note_stored):
                     self._end(job)
             elif job.is_copied():
                 if job.question is not None:
@@ -293,8 +334,8 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def _end(self, job: _Job) -> None:
         """Report a job. No thread copies for it any more."""
         good = [job.keys[position] for position in job.copied] if not self._cause else []
-        if job.is_load and len(good) < len(job.keys) and job.request_id in self._requests:
-            self._failed.setdefault(job.request_id, set()).update(set(job.keys).difference(good))
+        if job.is_load and (request := self._requests.get(job.request_id)) is not None:
+            request.failed.update(set(job.keys).difference(good))
         self._results.append(
             _interface.JobResult(  # type: ignore[union-attr]  # vLLM calls this
                 job.job_id,
@@ -316,27 +357,30 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     @contained()
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request. Its blocks become recent: vLLM does not say when it uses one in its host memory."""
-        self._failed.pop(req_context.req_id, None)
-        found = self._requests.pop(req_context.req_id, None)
-        if found is not None and not self.boundary.is_off:
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None and not self.boundary.is_off:
+            request.end_question()
             keys = list(_positions(req_context))
-            self._leader.note_request(keys[:SLICE_BLOCKS], found, len(keys))
+            self._leader.note_request(keys[:SLICE_BLOCKS], request.found, len(keys))
 
     @contained()
     def drain_jobs(self) -> None:
         """End every job: vLLM resets its host memory next, possibly because the weights change. Waits for the copy of
         one block at most, and for the disk to forget its blocks, which takes 2 s at most."""
         self.weights_may_change("a reset of vLLM's offloading")
+        if self.pools and all(map(_is_empty, self.pools)):
+            self._cause = ""
+            log.info("kvbm: vLLM's device memory is empty and its host memory is reset: blocks are kept again")
 
-    @contained()
+    @hook(when_off=True)  # not contained: what cannot be forgotten must not be found later
     def weights_may_change(self, cause: str) -> None:
-        """Give up every job, and forget every block. Nothing is found or stored any more."""
+        """Give up every job, and forget every block. Nothing is found or stored until vLLM has reset its caches."""
         is_first = not self._cause
         self._cause = self._cause or cause
         self._readable.clear()
         self._give_up()
         if is_first:
-            log.warning("kvbm: nothing is read from disk or stored there until vLLM is started again: %s", cause)
+            log.warning("kvbm: all blocks are forgotten, and none is kept until vLLM has reset its caches: %s", cause)
             self._reset()
 
     @hook()
@@ -347,7 +391,9 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         """Do nothing: no block of an adapter is kept."""
 
     def _give_up(self) -> None:
-        """End every job. Waits until no thread copies: for the copy of one block at most."""
+        """End every job and question. Waits until no thread copies: for the copy of one block at most."""
+        for request in self._requests.values():
+            request.end_question()
         for job in self._jobs.values():
             job.is_given_up = True
         wait([copy for job in self._jobs.values() for copy in job.copies])
@@ -394,16 +440,27 @@ def _only_cache_of(vllm_config: Any) -> Any:
 
 def _note_request(connector: Any, request: Request) -> None:
     """Tell the tiers of this connector of a request. Called before the connector's own method; raises nothing."""
+    for tier in _tiers_of(connector):
+        tier.note_request(request)
+
+
+def _note_pools(connector: Any, manager: KVCacheManager) -> None:
+    """Tell the tiers of this connector of vLLM's device memory. Called once, when vLLM starts."""
+    for tier in _tiers_of(connector):
+        tier.pools = {one.block_pool for one in manager.coordinator.single_type_managers}
+
+
+def _tiers_of(connector: Any) -> Iterator[KvbmTier]:
     scheduler = getattr(connector, "connector_scheduler", None)
-    for tier in getattr(getattr(scheduler, "manager", None), "secondary_tiers", ()):
-        if isinstance(tier, KvbmTier):
-            tier.note_request(request)
+    tiers = getattr(getattr(scheduler, "manager", None), "secondary_tiers", ())
+    return (tier for tier in tiers if isinstance(tier, KvbmTier))
+
+
+def _is_empty(pool: BlockPool) -> bool:
+    """Return whether no request has a block of this pool, and vLLM's prefix cache has none. One is never used."""
+    return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not len(pool.cached_block_hash_to_block)
 
 
 def _positions(req_context: Any) -> dict[bytes, int]:
     """Return the keys of a request in the order of their chain, each with the number of tokens until its end."""
     return getattr(req_context, "_offload_key_positions", None) or {}
-
-
-def _no_device_blocks(block_ids: Sequence[int]) -> None:
-    assert not block_ids, "kvbm holds no device memory of vLLM"
