@@ -18,6 +18,7 @@ from random import Random
 
 import psutil
 import pytest
+from pairs import OFFLOADED, ONBOARDED, ONBOARDS_FAILED, adapters_of
 from traffic import Request, asker, assert_equal, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer, host_blocks
 
@@ -57,15 +58,22 @@ def server(*arguments, connector=CONNECTOR, **options):
     )
 
 
+def multi(*children):
+    parent = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return parent | {"kv_connector_extra_config": {"connectors": children}}
+
+
+def example(directory):
+    """ExampleConnector, which loads synchronously, from files."""
+    extra = {"kv_connector_extra_config": {"shared_storage_path": str(directory)}}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both"} | extra
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_another_connector_next_to_ours_in_a_multi_connector(is_first, tmp_path):
-    """ExampleConnector loads synchronously, from files."""
-    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    other["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
+    other = example(tmp_path)
     children = [CONNECTOR, other] if is_first else [other, CONNECTOR]
-    multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    multi["kv_connector_extra_config"] = {"connectors": children}
-    with server("--max-num-batched-tokens", "2048", connector=multi) as engine:
+    with server("--max-num-batched-tokens", "2048", connector=multi(*children)) as engine:
         truth = repeat(asker(engine), REQUESTS)
         for _ in range(2):
             assert engine.reset_prefix_cache(external=False)
@@ -74,6 +82,32 @@ def test_another_connector_next_to_ours_in_a_multi_connector(is_first, tmp_path)
         assert metrics["kvbm_offload_blocks_d2h"] >= 30
         assert (metrics["kvbm_onboard_blocks_h2d"] > 0) == is_first, "the first child with a hit loads it"
         assert metrics[EXTERNAL_HITS] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("set_up", ["two ranks", "adapters", "another connector"])
+def test_blocks_that_vllm_evicts_come_back_with_on_evict(set_up, tmp_path):
+    contents = {"tiers": {"host": {"blocks": 120}}, "offload": {"to_host": "on_evict"}}
+    connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
+    arguments = {"two ranks": ("--tensor-parallel-size", "2"), "adapters": adapters_of("ab")}.get(set_up, ())
+    if set_up == "another connector":
+        connector = multi(connector, example(tmp_path))
+    step = "2048" if set_up == "another connector" else "512"  # ExampleConnector wants a whole prompt in a step
+    with server("--max-num-batched-tokens", step, *arguments, connector=connector) as engine:
+
+        def ask(request):
+            adapter = {"model": "ab"[request.prompt[0] % 2]} if set_up == "adapters" else {}
+            return engine.ask(request.prompt, request.max_tokens, **adapter)
+
+        truth = repeat(ask, REQUESTS[:3], concurrency=1)
+        assert engine.metrics().get(OFFLOADED, 0) == 0, "G1 has room for more"
+        truth |= repeat(ask, REQUESTS[3:], concurrency=1)
+        assert [answer.cached for answer in truth.values()] == [0] * len(REQUESTS)
+        for _ in range(2):
+            assert_equal(repeat(ask, REQUESTS), truth)
+        metrics = engine.metrics()
+        assert min(metrics[OFFLOADED], metrics[ONBOARDED]) >= 20, metrics
+        assert metrics["kvbm_disabled"] == metrics[ONBOARDS_FAILED] == 0
 
 
 @pytest.mark.parametrize("has_own_process", [False, True])
