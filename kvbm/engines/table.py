@@ -1,6 +1,6 @@
 """Engines of profiles: one table of their kinds, and what the commands do with every kind.
 
-Another engine has a folder beside this file, a row in KINDS, and its section of a profile in `config/engine.py`.
+Another engine has a folder next to this file, a row in KINDS, and its section of a profile in `config/engine.py`.
 """
 
 from __future__ import annotations

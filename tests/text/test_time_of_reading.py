@@ -15,7 +15,6 @@ import pytest
 from cpu_time import cpu_s
 
 from kvbm.config.document import MAX_FILE_BYTES, parse_document
-from kvbm.config.spelling import written_in_env_file
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.metrics.engine_metrics import NAMES as BENCH_NAMES
 from kvbm_cli.engine.engine_log import EngineLog
@@ -65,9 +64,7 @@ def log(text: str) -> None:
 
 
 def profile(text: str) -> None:
-    document, _ = parse_document(text, label="mine.yaml")
-    for entry in document.values():
-        written_in_env_file(str(entry.value))
+    parse_document(text, label="mine.yaml")
 
 
 def import_profile(text: str) -> None:
