@@ -20,6 +20,12 @@ parts of a hit's time to first token (`load_split.py`). Both arms alone take thr
     lmcache   LMCacheMPConnector and its server, in the mode that supports CPUs
     native    vLLM's OffloadingConnector with the tiering manager; `native_on_cpu.py` replaces its copier
 
+Two more arms are native with so little host memory that each hit comes from a directory in /var/tmp, which has to be on
+a drive: from vLLM's tier `fs`, or from kvbm's tier in its place. They are measured only if they are named:
+
+    python bench/peers/ttft.py --model /tmp/vllm-81m --arms fs kvbm-tier --pairs 30 \\
+        --output bench/results/NAME-tiers-below-vllm
+
 All servers run at the same time, each with the same flags and environment, a G1 that holds two prompts and 1 GiB of
 host memory. They get one request at a time: first each prompt cold, then pairs of a prompt that others have evicted
 from G1 (host hit) and the same prompt again at once (G1 hit), with the arms in random order within a round. After each
@@ -61,6 +67,7 @@ CACHED_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 PROMPTS = 4
 PAUSE_S = 1.2
 HOST_BYTES = 1 << 30
+ONE_PROMPT_BYTES = 40 * BLOCK_TOKENS * 24576  # a prompt has 32 blocks
 SIDECAR_S = 90.0
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
@@ -77,6 +84,7 @@ class Arm:
     added_s: list[float] = field(default_factory=list)
     splits: dict[str, list[Split]] = field(default_factory=lambda: {"cold": [], "host": [], "g1": []})
     trace: Path | None = None
+    directory: Path | None = None
     equal_tokens: list[bool] = field(default_factory=list)
     log_probability_difference: list[float] = field(default_factory=list)
 
@@ -132,17 +140,41 @@ NATIVE_ENGINE_ID = f"bench-{os.getpid()}"
 
 
 def start_native(flags: Flags, options: argparse.Namespace) -> Arm:
-    config = {
+    return start_with("native", flags, options, native_config(NATIVE_ENGINE_ID, HOST_BYTES))
+
+
+def native_config(engine_id: str, host_bytes: int, *tiers: dict[str, object]) -> dict[str, object]:
+    extra = {"spec_name": "NativeOnCpu", "spec_module_path": "native_on_cpu", "cpu_bytes_to_use": host_bytes}
+    return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "engine_id": NATIVE_ENGINE_ID,
-        "kv_connector_extra_config": {
-            "spec_name": "NativeOnCpu",
-            "spec_module_path": "native_on_cpu",
-            "cpu_bytes_to_use": HOST_BYTES,
-        },
+        "engine_id": engine_id,
+        "kv_connector_extra_config": {**extra, "secondary_tiers": list(tiers)} if tiers else extra,
     }
-    return start_with("native", flags, options, config)
+
+
+def start_fs(flags: Flags, options: argparse.Namespace) -> Arm:
+    directory = Path(tempfile.mkdtemp(prefix="fs-", dir="/var/tmp"))
+    return start_above("fs", flags, options, directory, {"type": "fs", "root_dir": str(directory)})
+
+
+def start_kvbm_tier(flags: Flags, options: argparse.Namespace) -> Arm:
+    directory = Path(tempfile.mkdtemp(prefix="kvbm-tier-", dir="/var/tmp"))
+    contents = {
+        "tiers": {"disk": {"capacity": f"{HOST_BYTES >> 20}MiB", "directory": str(directory)}},
+        "offload": {"to_disk": "always"},
+        "onboard": {"policy": "always"},
+    }
+    tier = {"type": "KvbmTier", "module_path": "kvbm.vllm_integration.secondary_tier", "kvbm": contents}
+    return start_above("kvbm-tier", flags, options, directory, tier)
+
+
+def start_above(name: str, flags: Flags, options: argparse.Namespace, directory: Path, tier: dict[str, object]) -> Arm:
+    """Start a server whose host memory holds one prompt, above a tier in this directory."""
+    config = native_config(f"{NATIVE_ENGINE_ID}-{name}", ONE_PROMPT_BYTES, tier)
+    arm = start_with(name, flags, options, config)
+    arm.directory = directory
+    return arm
 
 
 def start_with(name: str, flags: Flags, options: argparse.Namespace, config: dict[str, object]) -> Arm:
@@ -204,7 +236,10 @@ STARTS: dict[str, Callable[[Flags, argparse.Namespace], Arm]] = {
     "kvbm": start_kvbm,
     "lmcache": start_lmcache,
     "native": start_native,
+    "fs": start_fs,
+    "kvbm-tier": start_kvbm_tier,
 }
+USUAL_ARMS = ("vllm", "kvbm", "lmcache", "native")
 
 
 @contextlib.contextmanager
@@ -220,8 +255,8 @@ def started(names: list[str], flags: Flags, options: argparse.Namespace) -> Iter
             arm.server.stop()
             if arm.sidecar is not None:
                 stop(arm.sidecar)
-            if arm.trace is not None:
-                shutil.rmtree(arm.trace)
+            for directory in filter(None, (arm.trace, arm.directory)):
+                shutil.rmtree(directory)
         # The shared regions of vLLM's tiering remain after SIGTERM of their servers.
         for region in Path("/dev/shm").glob(f"vllm_offload_{NATIVE_ENGINE_ID}*.mmap"):
             region.unlink()
@@ -271,8 +306,7 @@ def summary(arms: dict[str, Arm]) -> dict[str, object]:
             "largest_log_probability_difference": max(arm.log_probability_difference, default=None),
         }
     result: dict[str, object] = {"arms": rows}
-    if "kvbm" in arms:
-        ours = arms["kvbm"]
+    if (ours := arms.get("kvbm", arms.get("kvbm-tier"))) is not None:
         result["host_hit_over_kvbm"] = {
             name: ratio(arm.ttft_s["host"], ours.ttft_s["host"])
             for name, arm in arms.items()
@@ -364,7 +398,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-81m`")
     parser.add_argument("--lmcache", type=Path, help="directory with LMCache; without it the arm is skipped")
-    parser.add_argument("--arms", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument("--arms", nargs="+", choices=STARTS, default=list(USUAL_ARMS))
     parser.add_argument("--pairs", type=int, default=20, help="pairs of host hit and G1 hit per arm")
     parser.add_argument(
         "--recomputed", type=int, default=3, help="number of these pairs that the arm without a host tier computes"

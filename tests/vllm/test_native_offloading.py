@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from random import Random
+from threading import Thread
 
 import pytest
+from kept_results import KeptResults, row_of
+from pairs import MAX_MODEL_LEN
 from test_identity_in_vllm import call, differs, kill, models  # noqa: F401  (a fixture)
-from traffic import asker, assert_equal, conversations, hold, repeat, tokens
+from traffic import asker, assert_equal, conversations, hold, repeat, tokens, total
 from vllm_server import BLOCK_TOKENS, EXTERNAL_HITS, VllmServer
 
 from kvbm.engines.make_model import materialise
@@ -60,6 +63,44 @@ def test_conversations_are_answered_as_without_a_cache_and_after_a_restart(plain
     with start(tmp_path) as server:
         assert_equal(repeat(asker(server), list(talks)), talks)
         assert server.hits_by_source()["disk"] > 0
+
+
+@pytest.fixture(scope="module")
+def results():
+    return KeptResults("vllm-tier-soak", "nox -s vllm -- tests/vllm/test_native_offloading.py -m soak")
+
+
+@pytest.fixture(scope="module")
+def truth():
+    with VllmServer(materialise("vllm-25m"), "--no-enable-prefix-caching", max_model_len=MAX_MODEL_LEN) as server:
+        return hold(asker(server), conversations(32, turns=4, seed=54))
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_hundred_and_fifty_answers_are_those_without_a_cache(truth, ranks, results, tmp_path):
+    """Conversations with shared beginnings, some with a salt, twice, while other clients hang up."""
+    with start(tmp_path, None, "--tensor-parallel-size", str(ranks), rows=24, max_model_len=MAX_MODEL_LEN) as server:
+
+        def ask(request):
+            salt = {"cache_salt": "a"} if request.prompt[-1] % 3 == 0 else {}
+            return server.ask(request.prompt, request.max_tokens, **salt)
+
+        def hang_up():
+            for request in list(truth)[:: len(truth) // 12]:
+                server.leave(request.prompt, after_s=0.5)
+
+        comparisons = []
+        for _ in range(2):
+            leaving = Thread(target=hang_up)
+            leaving.start()
+            comparisons.append(assert_equal(repeat(ask, list(truth)), truth))
+            leaving.join()
+        hits = server.hits_by_source()
+        assert hits["disk"] > 100 * BLOCK_TOKENS, hits
+        results.add({"ranks": ranks, **row_of(total(comparisons)), "hits": hits})
 
 
 @pytest.mark.soak
