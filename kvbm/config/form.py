@@ -18,6 +18,7 @@ from kvbm.text.outside import shortened
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _NUMBER = re.compile(r"(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?")
+_COMMENT = re.compile(r"\s#")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _ENDPOINT = re.compile(r"https?://[^\s/@?#]+/?")
 NO_CAPACITY = "0GB"
@@ -40,6 +41,9 @@ class Form(enum.Enum):
         if unquoted(stripped) is not None:
             remedy = "remove the quotes, which `docker run --env-file` keeps"
             raise Mistake(f"`{source.label}` is in quotes", source, hint=remedy)
+        if self is Form.TEXT and source.written.strip() == stripped and _COMMENT.search(stripped):
+            remedy = "remove the comment, which `docker run --env-file` keeps"
+            raise Mistake(f"`{source.label}` contains the comment of an env file", source, hint=remedy)
         parsed = _PARSERS[self](stripped)
         if parsed is None:
             shown = shortened(source.written.strip())  # without credentials

@@ -102,7 +102,7 @@ def parse_json(content: str | bytes) -> Any:
 
 def _bounded(text: str) -> float | int:
     if not abs(float(text)) <= LARGEST_NUMBER:  # NaN too
-        raise ValueError(f"the number {text[:20]} is too large")
+        raise ValueError(f"the number {text[:20]}{'...' if len(text) > 20 else ''} is too large")
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 

@@ -166,8 +166,8 @@ def order_checks(context: DoctorContext) -> Iterator[Check]:
     found = tier_warnings(resolved, sizing)
     for text in found:
         yield warning("order", text, "raise the capacity of the tier")
-    if not found:
-        tokens = {name: tier.token_count for name, tier in tiers_of(resolved, sizing).items()}
+    if not found and (tiers := tiers_of(resolved, sizing)):
+        tokens = {name: tier.token_count for name, tier in tiers.items()}
         yield ok("order", f"tokens: {', '.join(f'{name} {count:,}' for name, count in tokens.items())}", **tokens)
     kind = kind_of(resolved.profile)
     if resolved.profile.tiers.host is None and kind.own_memory(resolved.profile, None) is not None:

@@ -120,7 +120,7 @@ def test_the_whole_command_with_processes(tmp_path, capsys):
     )
     code = command.bench(request)
     summary = json.loads(capsys.readouterr().out)
-    assert code in (0, 10, 11)  # 11 only if this machine made the client late
+    assert code in (0, 10, 11, 13)  # 11 and 13 only if this machine was busy
     assert summary["outputs_equal"] is True
     assert summary["cells"][0]["comparisons"][0]["has_loads"] is True
     assert summary["cells"][0]["plan"]["interval_s"] == 0.2

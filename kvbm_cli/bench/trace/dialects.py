@@ -272,6 +272,8 @@ def _multi_turns(lines: TraceLines) -> Fields:
     for number, line in lines:
         values = json_object(number, line)
         turns = _objects_in(number, {"turns": None, **values}, "turns")
+        if not turns:
+            raise ProfileError(f"{number}: `turns` is empty")
         system = ""
         if turns and turns[0].get("role") == "system" and len(turns) > 1:
             system = _text(number, turns[0])
