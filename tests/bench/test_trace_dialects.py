@@ -83,6 +83,12 @@ def test_a_value_that_is_too_long_is_named(tmp_path):
         list(read(path))
 
 
+def test_a_session_without_turns_is_refused(tmp_path):
+    path = written(tmp_path, '{"session_id": "a", "turns": []}\n')
+    with pytest.raises(ProfileError, match=f"^{path}:1: `turns` is empty"):
+        list(read(path))
+
+
 def test_columns_are_for_mooncake(tmp_path):
     with pytest.raises(UsageError, match="the format of BurstGPT, whose columns are known"):
         TraceReader(written(tmp_path, FORMATS["BurstGPT"]), TraceFormat(columns={"input_length": "x"}))

@@ -81,7 +81,7 @@ def test_a_wrong_file_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"input_length": ' + "9" * 5000 + "}", "t.jsonl:1: the number 99999999999999999999 is too large"),
+        ('{"input_length": ' + "9" * 5000 + "}", "t.jsonl:1: the number 99999999999999999999... is too large"),
         ('{"input_length": 1, "extra": ' + "[" * 100_000, "t.jsonl:1: it has more than 100 levels"),
         (b'{"input_length": 1, "x": "\xff"}', "t.jsonl:1: not UTF-8 text (byte 27 of the line is 0xff)"),
         (b"\x00\x01\x02", "t.jsonl:1: not JSON"),

@@ -252,6 +252,11 @@ GB = "a number of GB (1e9 bytes), fractions allowed"
 BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
 MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     "no number": ({C: "lots"}, f"`{C}` must be {GB}, not `lots`", None),
+    "comment of an env file": (
+        {D: "1", "DYN_KVBM_DISK_CACHE_DIR": "/data # mine"},
+        "`DYN_KVBM_DISK_CACHE_DIR` contains the comment of an env file",
+        "remove the comment, which `docker run --env-file` keeps",
+    ),
     "negative": ({C: "-5"}, f"`{C}` must be {GB}, not `-5`", None),
     "not a number": ({C: "NaN"}, f"`{C}` must be {GB}, not `NaN`", None),
     "infinite": ({D: "inf"}, f"`{D}` must be {GB}, not `inf`", None),

@@ -16,6 +16,7 @@ from kvbm.engines.sglang import leader_thread, storage
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.opening import known
 from kvbm.types import Tier
+from kvbm_cli.serve.reported_sizes import ReportedSizes
 
 pytestmark = pytest.mark.usefixtures("identity")
 DISK_PAGES = 128
@@ -105,6 +106,15 @@ def test_more_pages_than_host_memory_pass_through_it(host, disk):
     assert counters.onboard_blocks == 90
     assert counters.disk.onboard_blocks >= 26
     backend.close()
+
+
+def test_kvbm_serve_finds_the_sizes_in_the_log(disk, caplog):
+    caplog.set_level("INFO", "kvbm")
+    pool = SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk, "host": {"blocks": 8}}) as backend:
+        found = ReportedSizes.of(caplog.text)
+        assert found.host_blocks == 8
+        assert found.block_bytes == backend._segment.info.block_bytes
 
 
 def test_flat_pages_of_the_older_interface_come_back(disk):
