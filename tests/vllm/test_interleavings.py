@@ -424,6 +424,8 @@ def plant_preemptions_that_wait_for_the_bound_orders(monkeypatch):
             side._worker._offload_pool.run_next()
 
     monkeypatch.setattr(DynamoConnector, "handle_preemptions", wait)
+    at_once = "late copies hold no blocks"
+    monkeypatch.setattr("kvbm.engines.vllm.engine_blocks.reason_to_copy_at_once", lambda *_, **__: at_once)
     monkeypatch.setattr(EngineBlocks, "_hold", lambda *_: None)
     monkeypatch.setattr(EngineBlocks, "_release", lambda *_: None)
 
