@@ -23,9 +23,9 @@ Exits with 1 when an aim is missed: how many times faster than vLLM's own offloa
 kvbm with `lru` and with `adaptive` eviction, the default, instead, and the aim is that `adaptive` takes at most 0.1 ms
 more in a step.
 
-With `--copies` it measures kvbm with `to_host: always` and with `on_evict` instead, without an aim. Device memory then
-has 110,000 blocks and host memory 200,000, and all blocks are in vLLM's prefix cache, so that each step evicts as many
-as it fills. The parts of prompts come first, so that the decode steps evict blocks of prompts. It takes a minute.
+With `--copies` it measures kvbm with `to_host: always`, `on_evict` and `auto` instead, without an aim. Device memory
+then has 110,000 blocks and host memory 200,000, and all blocks are in vLLM's prefix cache, so that each step evicts as
+many as it fills. The parts of prompts come first, so that the decode steps evict blocks of prompts. It takes a minute.
 """
 
 from __future__ import annotations
@@ -214,6 +214,11 @@ class AtOnce(Kvbm):
 class OnEvict(AtOnce):
     name = "on_evict"
     sections: ClassVar[dict[str, Any]] = {"offload": {"to_host": "on_evict"}}
+
+
+class Auto(AtOnce):
+    name = "auto"
+    sections: ClassVar[dict[str, Any]] = {"offload": {"to_host": "auto"}}
 
 
 class Native:
@@ -638,7 +643,8 @@ def measure(rounds: int, contenders: Sequence[type[Kvbm] | type[Native]]) -> dic
 
 
 def measure_copies(rounds: int) -> dict[str, Any]:
-    engines = [Engine(contender, pool_blocks=SMALL_POOL_BLOCKS, caches=True) for contender in (AtOnce, OnEvict)]
+    contenders = AtOnce, OnEvict, Auto
+    engines = [Engine(contender, pool_blocks=SMALL_POOL_BLOCKS, caches=True) for contender in contenders]
     fill(engines, [], host_blocks=SMALL_HOST_BLOCKS)
     gc.collect()
     gc.freeze()

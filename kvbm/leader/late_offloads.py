@@ -6,12 +6,14 @@ when `auto` is `on_evict`.
     next       -> `pick`: near the head of the engine's queue, and with the content that was noted
     copied     -> `changed`: a block without that content was evicted during its copy, and is not registered
 
-With `auto`, a block is copied as soon as it is noted while host memory has free slots. So nothing is lost until it is
-full, also if the engine resets its cache.
+With `auto`, a block is copied as soon as it is noted while host memory has free slots. So until it is full, a reset of
+the engine's cache loses only blocks whose copy has not begun, as too many were in flight.
 
 A *content* is an object of the engine, compared by identity: the engine makes another one whenever it fills a block
 again, even with equal tokens. So a block that has the noted content after its copy was not written since it was noted.
 Blocks under a copy are not held: the engine would evict others in their place, and use them last when they come back.
+
+A step does nothing without room for a copy, and examines at most a slice of noted blocks.
 
 There is at most one note per block of G1. A block that was picked because it is evicted next has none: it is in host
 memory, or its copy has failed. A request that uses it again notes it again.
@@ -20,8 +22,8 @@ memory, or its copy has failed. A request that uses it again notes it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
-from itertools import repeat
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from kvbm.core.policies.ranking import PLAIN, known_blocks
@@ -57,10 +59,11 @@ def reason_to_copy_at_once(tiers: Tiers, *, host_blocks: int, g1_blocks: int) ->
 
 class LateOffloads:
     """See the module's text. Watches the next blocks in the engine's queue, STEPS_AHEAD times as many as it has lately
-    filled in a step, as a load of many blocks evicts as many at once."""
+    filled in a step, as a load of many blocks evicts as many at once. `departing` are the names of blocks in flight."""
 
-    def __init__(self, queue: EvictionQueue, context: TierContext) -> None:
+    def __init__(self, queue: EvictionQueue, context: TierContext, departing: Set[bytes]) -> None:
         self._queue = queue
+        self._departing = departing
         self._store = context.host.store
         self._counters = context.counters
         self._may_decline = context.settings.may_decline
@@ -87,16 +90,21 @@ class LateOffloads:
             self._fresh |= dict.fromkeys(block_ids)
 
     def _count_lost(self, hashes: list[bytes]) -> None:
-        """Count blocks that the engine has evicted, unless they are in host memory."""
+        """Count blocks that the engine has evicted, unless they are in host memory, or in flight: the end of the copy
+        counts these."""
+        hashes = [name for name in hashes if name not in self._departing]
         if hashes:
             self._counters.offload_skipped_blocks += len(self._store.missing(hashes))
 
-    def pick(self, room: int, departing: Set[bytes]) -> list[Pick]:
-        """Return up to `room` blocks to copy in this step, the head of a chain before its tail. `departing` are the
-        names of blocks in flight."""
-        notes, lost = self._notes, []
+    def pick(self, room: int) -> list[Pick]:
+        """Return up to `room` blocks to copy in this step, the head of a chain before its tail."""
+        window = self._window()
+        if room <= 0:
+            self._is_behind = True
+            return []
+        notes, departing, lost = self._notes, self._departing, []
         wanted: dict[bytes, Pick] = {}
-        for block_id, content in self._queue.first(self._window(), again=self._is_behind):
+        for block_id, content in self._queue.first(window, again=self._is_behind):
             note = notes.get(block_id)
             if note is None:
                 continue
@@ -104,28 +112,37 @@ class LateOffloads:
                 lost.append(notes.pop(block_id)[1])
             elif note[1] not in departing:
                 wanted[note[1]] = (block_id, *note)
+                if len(wanted) == self._slice:
+                    break
         self._count_lost(lost)
         names = list(wanted)[::-1]
         absent = [names[position] for position in self._store.touch(names)]
         room = min(room, self._slice)
         chosen = absent[max(0, len(absent) - room) :]  # those that are evicted first
-        self._is_behind = len(chosen) < len(absent)
+        self._is_behind = len(chosen) < len(absent) or len(wanted) == self._slice
         for name in (wanted.keys() - absent).union(chosen):
             del notes[wanted[name][0]]
         picks = self._worthwhile([wanted[name] for name in chosen])
-        return picks + self._pick_fresh(min(room, self._store.free) - len(picks), departing | wanted.keys())
+        spare = self._store.free - len(picks)
+        fresh = self._pick_fresh(min(room - len(picks), spare), wanted)
+        if len(fresh) >= spare:
+            self._fresh.clear()
+        return picks + fresh
 
-    def _pick_fresh(self, room: int, departing: Set[bytes]) -> list[Pick]:
-        """Return noted blocks for up to `room` free slots. They keep their notes: once host memory is full, they may be
-        evicted there first."""
-        noted = [(one, *self._notes[one]) for one in self._fresh if one in self._notes]
-        wanted = {pick[2]: pick for pick in noted if pick[1] is not None and pick[2] not in departing}
+    def _pick_fresh(self, room: int, others: Mapping[bytes, Pick]) -> list[Pick]:
+        """Return noted blocks for up to `room` free slots, none of the `others`. They keep their notes: once host
+        memory is full, they may be evicted there first."""
+        block_ids = list(islice(self._fresh, max(0, room)))  # no more, as each costs time
+        wanted: dict[bytes, Pick] = {}
+        for block_id, content in zip(block_ids, self._queue.contents_of(block_ids), strict=True):
+            del self._fresh[block_id]
+            note = self._notes.get(block_id)
+            if note is None or content is None or note[0] is not content:
+                continue
+            if note[1] not in self._departing and note[1] not in others:
+                wanted[note[1]] = (block_id, *note)
         names = list(wanted)
-        absent = [wanted[names[position]] for position in self._store.missing(names)]
-        chosen = absent[: max(0, room)]
-        left_out = absent[len(chosen) :] if self._store.free > len(chosen) else []
-        self._fresh = {pick[0]: None for pick in left_out}
-        return chosen
+        return [wanted[names[position]] for position in self._store.missing(names)]
 
     def _worthwhile(self, picks: list[Pick]) -> list[Pick]:
         """Return those that host memory would keep: of known chains first."""
@@ -162,3 +179,4 @@ class LateOffloads:
 
     def reset(self) -> None:
         self._notes.clear()
+        self._fresh.clear()

@@ -13,8 +13,8 @@ worker reports in a lane word, `settle` reports to the engine that it may read.
 
 Every failure on the way counts as a miss and increments a metric; the engine recomputes. G1 blocks under a copy are
 held in the engine's pool, in both directions, until every rank has reported that its copier has stopped. So an abort, a
-preemption or a reset does not wait, and a hung copy costs only the blocks that it touches. With `to_host: on_evict`,
-offloads hold nothing (late_offloads.py).
+preemption or a reset does not wait, and a hung copy costs only the blocks that it touches. Offloads of
+late_offloads.py hold nothing.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ blocks that every rank has proven. One order per step costs the leader and the w
 The sources are held in the engine's block pool until every rank has reported, so that an abort or a preemption needs no
 waiting. At most `max_in_flight_blocks` blocks are held at a time.
 
-With `to_host: on_evict`, `advance` notes blocks, and `step` orders copies of those that the engine evicts next
-(late_offloads.py). Their sources are not held: `settle` drops a block that the engine has evicted during its copy.
+With `to_host: on_evict`, and with `auto` where late_offloads.py says so, `advance` notes blocks, and `step` orders
+copies of those that the engine evicts next, or with `auto` of all while host memory has free slots. Their sources are
+not held: `settle` drops a block that the engine has evicted during its copy.
 """
 
 from __future__ import annotations
@@ -108,11 +109,12 @@ class Offloads:
         self._keeps_unwritten = False  # whether a collected block may only evict blocks that are on disk
         self._late: LateOffloads | None = None
         if context.callbacks.evictions is not None:
-            self._late = LateOffloads(context.callbacks.evictions, context)
+            self._late = LateOffloads(context.callbacks.evictions, context, self._departing)
 
     @property
     def are_late(self) -> bool:
-        """Whether blocks are copied when the engine evicts them, so that host memory has no copies of those in G1."""
+        """Whether blocks are copied when the engine evicts them, so that host memory has no copies of those in G1: with
+        `on_evict`, and with `auto` once host memory is full."""
         return self._late is not None
 
     def unwritten_blocks(self, end: int) -> int | None:
@@ -340,7 +342,7 @@ class Offloads:
         """Return one order for the noted blocks that the engine evicts next."""
         unwritten = self.unwritten_blocks(0)
         room = self._settings.max_in_flight_blocks - self.queue()[0]
-        picks = late.pick(min(room, self._host.store.available - (unwritten or 0)), self._departing)
+        picks = late.pick(min(room, self._host.store.available - (unwritten or 0)))
         if not picks:
             return ()
         block_ids, contents, names, tenants, marks = map(list, zip(*picks, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,10 +37,11 @@ class EvictionQueue(Protocol):
         """Return what the engine has in each block: another object each time that it fills the block."""
         ...
 
-    def first(self, count: int, *, again: bool) -> Sequence[tuple[int, object]]:
+    def first(self, count: int, *, again: bool) -> Iterable[tuple[int, object]]:
         """Return those of the next `count` blocks that have a content, each with it, the one that is evicted first
-        first. To be called once in each engine step. Without `again`, nothing as long as the engine has evicted few of
-        those that were examined last.
+        first. To be called once in each engine step, and with `again` after a step without a call, or if not all of
+        the last ones were taken. Without it, nothing as long as the engine has evicted few of those that were examined
+        last.
         """
         ...
 
@@ -58,7 +59,8 @@ class LeaderCallbacks:
     if the engine has several chains for it.
     `spans` gets what was done for each request; None if spans are off. `ended` gets the chain of each request that has
     ended, and how many of its first blocks were looked up; None without `metrics.capacities`. With `evictions`, blocks
-    are copied to host memory when the engine evicts them next.
+    are copied to host memory when the engine evicts them next; with `LeaderSettings.to_host: auto`, at once while host
+    memory has free slots.
     """
 
     hold: Callable[[Sequence[int]], None]

@@ -43,7 +43,7 @@ def summary_of(name: str) -> dict[str, Any]:
         if arm in given:
             given[arm] = replace(base, **given[arm])
     if given.get("profile"):
-        given["profile"] = PROFILE | {one: {**PROFILE[one], **keys} for one, keys in given["profile"].items()}
+        given["profile"] = PROFILE | {one: {**PROFILE.get(one, {}), **keys} for one, keys in given["profile"].items()}
     if "workload" in given:
         given["workload"] = WORKLOADS[given["workload"]]
     if "launches" in given:

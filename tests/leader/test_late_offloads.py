@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 import pytest
@@ -164,14 +166,124 @@ def test_with_auto_nothing_is_lost_by_a_reset_of_g1_until_host_memory_is_full():
     rig.close()
 
 
+def let_be_computed(rig: Rig, hashes: list[bytes]) -> list[int]:
+    """The blocks of a request that goes on."""
+    blocks = rig.g1.allocate(len(hashes))
+    for block, one in zip(blocks, hashes, strict=True):
+        rig.g1.compute(block, one)
+    rig.leader.offload("a", hashes, blocks, computed_blocks=len(hashes), prompt_blocks=len(hashes))
+    return blocks
+
+
+def end_copies(rig: Rig) -> None:
+    for rank in rig.ranks:
+        rank.run_all()
+    rig.settle()
+
+
+class Examined:
+    """How many blocks the leader looks up in host memory and sees of the engine's queue in a step."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig, self.looked_up, self.seen = rig, 0, 0
+        store, first = rig.leader.host.store, rig.g1.first
+        for name in ("missing", "touch"):
+            monkeypatch.setattr(store, name, partial(self._look_up, getattr(store, name)))
+        monkeypatch.setattr(rig.g1, "first", lambda count, *, again: map(self._see, first(count, again=again)))
+
+    def _look_up(self, look_up: Callable, hashes: Sequence[bytes], *others: object) -> object:
+        self.looked_up += len(hashes)
+        return look_up(hashes, *others)
+
+    def _see(self, block: object) -> object:
+        self.seen += 1
+        return block
+
+    def order(self) -> tuple[int, int, int]:
+        """Return how many were looked up, seen, and ordered."""
+        self.looked_up = self.seen = 0
+        plan = self.rig.order()
+        return self.looked_up, self.seen, sum(len(order.slots) for order in plan.offloads)
+
+
+@pytest.mark.parametrize("to_host", ["auto", "on_evict"])
+def test_a_step_without_room_examines_nothing(monkeypatch, to_host):
+    rig = late_rig(slots=64, reach=4, to_host=to_host)
+    examined = Examined(rig, monkeypatch)
+    blocks = let_be_computed(rig, chain("a", 32))
+    rig.g1.free(blocks[::-1])
+    assert examined.order()[2] == 4
+    for _ in range(3):
+        assert examined.order() == (0, 0, 0)
+    end_copies(rig)
+    assert examined.order()[2] == 4, "it goes on"
+    end_copies(rig)
+    assert sum(in_host(rig, chain("a", 32))) == 8
+    rig.close()
+
+
+@pytest.mark.parametrize("to_host", ["auto", "on_evict"])
+def test_a_step_examines_a_slice_at_most(monkeypatch, to_host):
+    rig = late_rig(slots=64, reach=32, slice_blocks=4, to_host=to_host)
+    examined = Examined(rig, monkeypatch)
+    hashes = [one for number in range(8) for one in chain(f"c{number}", 4)]
+    for number in range(8):
+        part = hashes[4 * number : 4 * number + 4]
+        blocks = rig.g1.allocate(4)
+        for block, one in zip(blocks, part, strict=True):
+            rig.g1.compute(block, one)
+        rig.leader.offload(f"r{number}", part, blocks, computed_blocks=4, prompt_blocks=4)
+        rig.leader.finish(f"r{number}", part)
+        rig.g1.free(blocks[::-1])
+    for copied in range(4, 17, 4):
+        looked_up, seen, ordered = examined.order()
+        assert looked_up <= 4
+        assert seen <= copied
+        assert ordered == 4
+    end_copies(rig)
+    assert sum(in_host(rig, hashes)) == 16
+    rig.close()
+
+
+def test_with_auto_blocks_that_were_evicted_while_too_many_were_in_flight_are_not_copied():
+    rig = late_rig(slots=64, reach=4, to_host="auto")
+    hashes = chain("a", 12)
+    blocks = let_be_computed(rig, hashes)
+    rig.order()
+    for block in blocks[4:8]:
+        del rig.g1.contents[block]
+    end_copies(rig)
+    orders = [rig.order(), rig.order()]
+    assert [order.block_ids for plan in orders for order in plan.offloads] == [tuple(blocks[8:])]
+    end_copies(rig)
+    assert in_host(rig, hashes) == [True] * 4 + [False] * 4 + [True] * 4
+    rig.close()
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_a_block_that_is_evicted_and_filled_with_others_during_its_copy_is_lost_once(is_noted):
+    rig = late_rig(blocks=4, reach=8, to_host="auto")
+    hashes, other = chain("a", 4), chain("other", 1)
+    blocks = let_be_computed(rig, hashes)
+    rig.order()
+    rig.g1.free(blocks[::-1])
+    rig.g1.use([blocks[2]])
+    rig.g1.compute(blocks[2], other[0])
+    if is_noted:
+        rig.leader.offload("other", other, [blocks[2]], computed_blocks=1, prompt_blocks=1)
+    rig.g1.free([blocks[2]])
+    rig.order()  # the queue has all blocks
+    end_copies(rig)
+    assert in_host(rig, hashes + other) == [True, True, False, True, is_noted]
+    assert rig.leader.counters.offload_skipped_blocks == 1
+    rig.close()
+
+
 @pytest.mark.parametrize("is_same", [False, True])
 def test_a_block_that_is_evicted_during_a_copy_to_a_free_slot_is_lost_once(is_same):
     rig = late_rig(to_host="auto")
     hashes = chain("a", 4)
-    blocks = rig.g1.allocate(4)
-    for block, one in zip(blocks, hashes, strict=True):
-        rig.g1.compute(block, one)
-    rig.leader.offload("a", hashes, blocks, computed_blocks=4, prompt_blocks=4)
+    blocks = let_be_computed(rig, hashes)
     rig.order()
     assert not rig.leader.orders_in_flight()
     rig.g1.free(blocks[::-1])

@@ -49,8 +49,8 @@ MUTANTS = (
         name="leader-copies-unnamed-blocks-to-free-slots",
         bug="a block without a content that tells whether it was filled again during its copy is registered",
         file="kvbm/leader/late_offloads.py",
-        old="if pick[1] is not None and pick[2] not in departing}",
-        new="if pick[2] not in departing}",
+        old="if note is None or content is None or note[0] is not content:",
+        new="if note is None or note[0] is not content:",
         fails="tests/leader/test_late_offloads.py",
     ),
     Mutant(

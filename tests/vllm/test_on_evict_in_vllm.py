@@ -169,13 +169,13 @@ def test_the_queue_is_examined_again_when_an_eighth_of_what_was_seen_is_evicted(
     queue = VllmEvictionQueue(pool)
     assert [block_id for block_id, _ in queue.first(32, again=False)] == list(range(1, 33))
     pool.get_new_blocks(4)
-    assert queue.first(32, again=False) == []
+    assert list(queue.first(32, again=False)) == []
     pool.get_new_blocks(1)
     assert [block_id for block_id, _ in queue.first(32, again=False)] == list(range(6, 38))
     assert [block_id for block_id, _ in queue.first(32, again=True)] == list(range(6, 38))
     pool.touch([pool.blocks[10]])  # the fifth one; a request uses it again
     assert [block_id for block_id, _ in queue.first(32, again=False)] == [*range(6, 10), *range(11, 39)]
-    assert len(queue.first(1000, again=True)) == 58
+    assert len(list(queue.first(1000, again=True))) == 58
 
 
 def test_an_evicted_block_has_another_content(pool):

@@ -6,7 +6,7 @@ vLLM evicts a cached block by giving it to a request, which changes its hash at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,19 +28,20 @@ class VllmEvictionQueue:
         blocks = self._pool.blocks
         return [blocks[block_id].block_hash for block_id in block_ids]
 
-    def first(self, count: int, *, again: bool) -> list[tuple[int, BlockHashWithGroupId]]:
+    def first(self, count: int, *, again: bool) -> Iterator[tuple[int, BlockHashWithGroupId]]:
         """See `kvbm.tiers.settings.EvictionQueue`.
 
         A request uses its blocks until the end of a step at least, and this is called in the middle of each step. So a
         probe that is free at each call has neither been evicted nor used again.
         """
         if not again and self._probe is not None and self._probe.ref_cnt == 0:
-            return []
+            return
         queue: FreeKVCacheBlockQueue = self._pool.free_block_queue
         count = min(count, queue.num_free_blocks)
-        blocks, block = [], queue.fake_free_list_head.next_free_block
-        for _ in range(count):
-            blocks.append(block)
+        block, self._probe = queue.fake_free_list_head.next_free_block, None
+        for position in range(count):
+            if position == count // PROBE_SHARE:
+                self._probe = block
+            if (content := block.block_hash) is not None:
+                yield block.block_id, content
             block = block.next_free_block
-        self._probe = blocks[count // PROBE_SHARE] if blocks else None
-        return [(block.block_id, content) for block in blocks if (content := block.block_hash) is not None]

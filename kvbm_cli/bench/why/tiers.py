@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from kvbm.config.engine import ENGINES
 from kvbm.config.sizes import UNITS, parse_size
 from kvbm_cli.bench.judge.estimates import TtftModel
 from kvbm_cli.bench.judge.paired import LEAST_COUNTS
@@ -139,21 +140,31 @@ def _skipped(facts: CellFacts) -> tuple[int, Why] | None:
     lost = skipped + failed
     if not lost or lost < SKIPPED * (lost + copied):
         return None
-    if (facts.profile.get("offload") or {}).get("to_host") == "on_evict":
-        text = (
-            f"{lost:,} of {lost + copied:,} blocks were not copied to host memory: {skipped:,} because the engine "
-            f"evicted them before their copy had ended, {failed:,} because the copy failed. {_saved(facts)}; "
-            "`offload.to_host: always` copies blocks when they are computed"
-        )
-        return lost, Why("offload-skipped", text, "offload.to_host")
     limit = (facts.profile.get("transfer") or {}).get("max_concurrent")
     now = "" if limit is None else f" (now {limit})"
+    raise_limits = f"raise `transfer.max_concurrent`{now} or `tiers.host.capacity`"
+    evicted = "the engine evicted them before their copy had ended"
+    busy = "host memory was full or too many copies were in flight"
+    at_once = "`offload.to_host: always` copies blocks when they are computed"
+    to_host = (facts.profile.get("offload") or {}).get("to_host")
+    if to_host == "on_evict":
+        reason, action, key = evicted, at_once, "offload.to_host"
+    elif to_host == "auto" and _shows_evictions(facts):
+        action = f"{at_once}; if `auto` did so (`kvbm_info` has its choice), {raise_limits}"
+        reason, key = f"{evicted}, {busy}", "offload.to_host"
+    else:
+        reason, action, key = busy, raise_limits, "transfer.max_concurrent"
     text = (
-        f"{lost:,} of {lost + copied:,} computed blocks were not copied to host memory: {skipped:,} because it was "
-        f"full or too many copies were in flight, {failed:,} because the copy failed. {_saved(facts)}; raise "
-        f"`transfer.max_concurrent`{now} or `tiers.host.capacity`"
+        f"{lost:,} of {lost + copied:,} blocks were not copied to host memory: {skipped:,} because {reason}, "
+        f"{failed:,} because the copy failed. {_saved(facts)}; {action}"
     )
-    return lost, Why("offload-skipped", text, "transfer.max_concurrent")
+    return lost, Why("offload-skipped", text, key)
+
+
+def _shows_evictions(facts: CellFacts) -> bool:
+    """Whether `auto` may have copied blocks when the engine evicted them. Results do not have its choice."""
+    engine = ENGINES.get((facts.profile.get("engine") or {}).get("kind", ""))
+    return engine is not None and engine.shows_evictions
 
 
 def _disk_off(facts: CellFacts) -> tuple[int, Why] | None:
