@@ -24,6 +24,7 @@ from vllm_server import stopped_disk
 from kvbm.child import deadlines
 from kvbm.engines.vllm import secondary_tier, weight_updates
 from kvbm.errors import EnvironmentProblem
+from kvbm.leader import storage_leader
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("shared", "vllm_contract")]
 import small_s3
@@ -313,6 +314,37 @@ def test_two_engines_share_blocks(tmp_path, url, disk_blocks):
     with Offloading(tmp_path / "c", **tiers) as third:
         load_sometime(third, FIRST)
         assert third.load(OTHERS) == 0
+
+
+@pytest.mark.parametrize("disk_blocks", [400, 0], ids=["disk", "no disk"])
+def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(tmp_path, monkeypatch, disk_blocks):
+    monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 60.0)
+    keys = [key_of(number) for number in range(128)]
+    host_blocks = None if disk_blocks else 16
+    tiers = {
+        "rows": 128,
+        "disk_blocks": disk_blocks,
+        "host_blocks": host_blocks,
+        "shared": f"file://{tmp_path}/objects",
+    }
+    with Offloading(tmp_path, **tiers) as rig:
+        until(rig, lambda: rig.tier._leader._asked_tiers[0].is_on)
+        rig.store(keys)
+        assert rig.tier._leader.counters.shared.offload_blocks == 128
+        assert not rig.tier._leader.counters.shared.dropped_blocks
+
+
+def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
+    keys = [key_of(number) for number in range(128)]
+    with Offloading(tmp_path, rows=128, disk_blocks=400, shared=f"file://{tmp_path}/objects") as rig:
+        shared = rig.tier._leader._asked_tiers[0]
+        until(rig, lambda: shared.is_on)
+        monkeypatch.setattr(shared, "_begin_writes", lambda: None)
+        begun = rig.begin_store(keys)
+        rig.settle_jobs()
+        rig.manager.on_request_finished(begun)
+        until(rig, lambda: rig.tier._leader.counters.disk.offload_blocks == 128)
 
 
 def test_a_damaged_object_is_a_miss(tmp_path):

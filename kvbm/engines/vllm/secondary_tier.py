@@ -272,7 +272,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
             raise InvariantError(f"job {job.job_id} of vLLM has the rows {job.rows[:8]} of {len(self._rows)}")
         if self.boundary.is_off or self._cause or job.request_id not in self._requests:
             return
-        ask = self._leader.read if is_load else self._leader.write
+        ask = self._leader.read if is_load else partial(self._leader.write, waits_for_shared=True)
         job.question = ask(job.keys, partial(self._lend, job))
         job.is_given_up = False
 
