@@ -396,6 +396,28 @@ def test_a_question_without_an_answer_ends_and_vllm_does_not_wait_for_it(tmp_pat
         assert rig.ask(FIRST, other) == [LookupResult.MISS]
 
 
+def test_a_step_visits_no_request_that_asks_nothing(rig):
+    class Hidden(dict):
+        values = items = __iter__ = None
+
+    rig.request(FIRST)
+    rig.tier._requests = Hidden(rig.tier._requests)
+    rig.step()
+    assert not rig.tier.boundary.faults
+
+
+def test_a_question_ends_when_no_thread_copies_any_more(tmp_path, monkeypatch):
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        shared = rig.tier._leader._asked_tiers[0]
+        monkeypatch.setattr(shared, "must_wait", lambda *_: True)
+        ended, forget = [], shared.forget_request
+        monkeypatch.setattr(shared, "forget_request", lambda name: ended.append("question") or forget(name))
+        monkeypatch.setattr(secondary_tier, "wait", lambda _copies: ended.append("copies"))
+        rig.ask(FIRST, rig.request(FIRST))
+        rig.manager.reset_cache()
+        assert ended == ["copies", "question"]
+
+
 def test_a_question_does_not_outlive_the_cache(tmp_path, monkeypatch):
     with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
         monkeypatch.setattr(rig.tier._leader._asked_tiers[0], "must_wait", lambda *_: True)

@@ -158,6 +158,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         if self._rows.itemsize != 1 or not self._rows.flags.c_contiguous:
             raise EnvironmentProblem("this version of vLLM has another layout of host memory than kvbm knows")
         self._requests: dict[str, _Tracked] = {}
+        self._asking: list[_Tracked] = []  # whose question is open, or was
         self._jobs: dict[int, _Job] = {}
         self._results: list[Any] = []
         self._readable: set[bytes] = set()  # until the end of this step
@@ -242,14 +243,18 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         chain = [one for one in following[:SLICE_BLOCKS] if one.endswith(key[-GROUP_BYTES:])]
         request.question = self._leader.ask(chain)
         request.asked.update(chain)
-        self._advance_question(request)
-        return _MISS if request.question is None else _RETRY
+        if not self._is_asking(request):
+            return _MISS
+        self._asking.append(request)
+        return _RETRY
 
-    def _advance_question(self, request: _Tracked) -> None:
+    def _is_asking(self, request: _Tracked) -> bool:
+        """Advance the question of a request; return whether it is still open."""
         if time.monotonic() > request.end_s:
             request.end_question()
         elif request.question is not None:
             has_ended(request.question, request.end_question)
+        return request.question is not None
 
     @contained()
     def submit_load(self, job_metadata: Any) -> None:
@@ -311,8 +316,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def _advance(self) -> None:
         """Let the tier and the jobs continue."""
         self._leader.step()
-        for request in self._requests.values():
-            self._advance_question(request)
+        self._asking = [request for request in self._asking if self._is_asking(request)]
         for job in list(self._jobs.values()):
             job.is_given_up |= time.monotonic() > job.end_s
             if not job.is_given_up and job.question is not None:
@@ -392,11 +396,11 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
 
     def _give_up(self) -> None:
         """End every job and question. Waits until no thread copies: for the copy of one block at most."""
-        for request in self._requests.values():
-            request.end_question()
         for job in self._jobs.values():
             job.is_given_up = True
         wait([copy for job in self._jobs.values() for copy in job.copies])
+        for request in self._asking:
+            request.end_question()
         self._advance()
         self._end_jobs()
 
