@@ -379,9 +379,9 @@ def test_a_question_without_an_answer_ends_and_vllm_does_not_wait_for_it(tmp_pat
         asked = []
         monkeypatch.setattr(rig.tier._leader._asked_tiers[0], "must_wait", lambda name, *_: asked.append(name) or True)
         context = rig.request(FIRST)
-        assert rig.ask(FIRST, context) == [LookupResult.RETRY] * 8
+        assert rig.ask(FIRST, context) == [LookupResult.RETRY, LookupResult.MISS], "vLLM's scan of the chain ends"
         rig.step()
-        assert rig.ask(FIRST, context) == [LookupResult.RETRY] * 8
+        assert rig.ask(FIRST, context) == [LookupResult.RETRY, LookupResult.MISS]
         assert len(set(asked)) == 1, "one question for a chain"
         monkeypatch.setattr(secondary_tier, "FIND_LIMIT_S", 0.0)
         rig.tier._requests[context.req_id].end_s = time.monotonic()
@@ -394,6 +394,22 @@ def test_a_question_without_an_answer_ends_and_vllm_does_not_wait_for_it(tmp_pat
         assert rig.ask(FIRST, other)[0] is LookupResult.RETRY
         rig.manager.reset_cache()
         assert rig.ask(FIRST, other) == [LookupResult.MISS]
+
+
+def test_a_group_that_is_asked_from_its_end_waits_once(tmp_path, monkeypatch):
+    """vLLM goes on at a MISS there, and waits for the request if any block is at RETRY."""
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        asked, group = [], [key_of(number, group=1) for number in range(8)]
+        tier = rig.tier._leader._asked_tiers[0]
+        monkeypatch.setattr(tier, "must_wait", lambda name, *_: asked.append(name) or len(asked) < 3)
+        context = rig.request([*FIRST, *group])
+        assert [rig.manager.lookup(key, context) for key in reversed(group)][0] is LookupResult.RETRY
+        while rig.tier._requests[context.req_id].question is not None:
+            rig.step()
+        assert {rig.manager.lookup(key, context) for key in reversed(group)} == {LookupResult.MISS}
+        assert len(set(asked)) == 1
+        assert rig.manager.lookup(FIRST[0], context) is LookupResult.MISS
+        assert len(set(asked)) == 2, "another group is asked for by itself"
 
 
 def test_a_step_visits_no_request_that_asks_nothing(rig):

@@ -89,12 +89,14 @@ _Tier: Any = getattr(_interface, "SecondaryTierManager", object)
 @dataclass(slots=True, eq=False)
 class _Tracked:
     """A request that may use the cache. `found`: its blocks that could be read. `failed`: keys whose load has failed.
-    `asked`: keys for which the shared store was asked; no question is open or begins after `end_s`."""
+    `first`: the first key of the open question, for which vLLM waits. `asked`: keys for which the shared store was
+    asked, and those before them; no question is open or begins after `end_s`."""
 
     found: int = 0
     failed: set[bytes] = field(default_factory=set)
     asked: set[bytes] = field(default_factory=set)
     question: Question[int] | None = None
+    first: bytes = b""
     end_s: float = 0.0
 
     def end_question(self, _answer: int = 0) -> None:
@@ -218,7 +220,8 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         if key in self._readable and key not in request.failed:
             return _HIT
         if request.question is not None and not self.boundary.is_off:
-            return _RETRY
+            # At the first MISS, vLLM ends its scan of a chain. It waits all the same, because of the RETRY before.
+            return _MISS if key in request.asked and key != request.first else _RETRY
         try:
             return self._looked_up(request, key, req_context)
         except Exception as error:  # a decorator would take as long as the lookup
@@ -233,16 +236,20 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         if not is_readable and not (may_ask and now_s < (request.end_s or now_s + FIND_LIMIT_S)):
             return _MISS
         keys = list(_positions(req_context))
-        following = keys[keys.index(key) :] if key in keys else [key]
+        at = keys.index(key) if key in keys else len(keys)
+        following = keys[at:] or [key]
         if is_readable:
             found = self._leader.readable(following)
             self._readable.update(following[:found])
             request.found = max(found, request.found)
             return _HIT
         request.end_s = request.end_s or now_s + FIND_LIMIT_S
-        chain = [one for one in following[:SLICE_BLOCKS] if one.endswith(key[-GROUP_BYTES:])]
-        request.question = self._leader.ask(chain)
+        group = key[-GROUP_BYTES:]
+        chain = [one for one in following[:SLICE_BLOCKS] if one.endswith(group)]
+        request.question, request.first = self._leader.ask(chain), key
         request.asked.update(chain)
+        # In a group with a sliding window, vLLM goes from the last block to the first: it waits once, not at each.
+        request.asked.update(one for one in keys[:at] if one.endswith(group))
         if not self._is_asking(request):
             return _MISS
         self._asking.append(request)
