@@ -8,7 +8,9 @@ region to the tiers below it, and asks them for blocks that it has not:
     submit_store    a job: take blocks over from these rows
     get_finished_jobs, drain_jobs    report each job once; a load names the blocks that have arrived
 
-vLLM lets a request at RETRY wait, and asks again in each step. So the store has FIND_LIMIT_S for each request.
+vLLM lets a request at RETRY wait, and asks again in each step. The shared tier ends each question after 0.1 s at most
+(`WAIT_S` of kvbm/tiers/shared/tier.py); what the store answers later, the next request finds. A request with a chain
+of more than SLICE_BLOCKS blocks asks several times, for FIND_LIMIT_S altogether.
 
 All of these run in the thread of vLLM's scheduler, which owns the StorageLeader. A row is copied by a thread of this
 process, from or into a slot of kvbm's own memory (G2). No other process has the region, so a late read of a drive, or
