@@ -180,6 +180,29 @@ def test_nothing_is_found_or_stored_after_the_weights_may_have_changed(tmp_path,
         assert rig.load(FIRST) == rig.load(SECOND) == rig.load(OTHERS) == 0
 
 
+IDLE = SimpleNamespace(get_num_free_blocks=lambda: 9, num_gpu_blocks=10, cached_block_hash_to_block=())
+
+
+@pytest.mark.parametrize(
+    ("disk_blocks", "pools", "level", "words"),
+    [
+        (200, [IDLE], "INFO", "new ones are kept"),
+        (200, [], "WARNING", "none is kept until vLLM resets its offloading while"),
+        (0, [IDLE], "WARNING", "none is kept until vLLM is started again"),
+    ],
+    ids=["idle", "busy", "no disk"],
+)
+def test_the_log_says_once_what_a_reset_means(tmp_path, monkeypatch, disk_blocks, pools, level, words):
+    host_blocks = None if disk_blocks else 16
+    shared = "" if disk_blocks else f"file://{tmp_path}/objects"
+    with Offloading(tmp_path, disk_blocks=disk_blocks, host_blocks=host_blocks, shared=shared) as rig:
+        rig.tier.pools = pools
+        lines = []
+        monkeypatch.setattr(secondary_tier.log, "handle", lines.append)
+        rig.manager.reset_cache()
+        assert [(line.levelname, words in line.getMessage()) for line in lines] == [(level, True)]
+
+
 UNNAMED = {
     "an adapter": {"lora_request": object()},
     "an image": {"mm_features": [object()]},
@@ -403,7 +426,8 @@ def test_a_group_that_is_asked_from_its_end_waits_once(tmp_path, monkeypatch):
         tier = rig.tier._leader._asked_tiers[0]
         monkeypatch.setattr(tier, "must_wait", lambda name, *_: asked.append(name) or len(asked) < 3)
         context = rig.request([*FIRST, *group])
-        assert [rig.manager.lookup(key, context) for key in reversed(group)][0] is LookupResult.RETRY
+        found = [rig.manager.lookup(key, context) for key in reversed(group)]
+        assert found == [LookupResult.RETRY, *[LookupResult.MISS] * 7]
         while rig.tier._requests[context.req_id].question is not None:
             rig.step()
         assert {rig.manager.lookup(key, context) for key in reversed(group)} == {LookupResult.MISS}
@@ -449,9 +473,7 @@ def test_what_could_not_be_forgotten_is_not_found(tmp_path, monkeypatch):
     with Offloading(tmp_path) as rig:
         rig.store(FIRST)
         rig.store(SECOND)
-        rig.tier.pools = [
-            SimpleNamespace(get_num_free_blocks=lambda: 9, num_gpu_blocks=10, cached_block_hash_to_block=())
-        ]
+        rig.tier.pools = [IDLE]
         monkeypatch.setattr(rig.tier, "_give_up", lambda: 1 / 0)
         rig.tier.drain_jobs()
         assert rig.tier.boundary.is_off

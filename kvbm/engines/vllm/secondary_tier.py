@@ -10,7 +10,7 @@ region to the tiers below it, and asks them for blocks that it has not:
 
 vLLM lets a request at RETRY wait, and asks again in each step. The shared tier ends each question after 0.1 s at most
 (`WAIT_S` of kvbm/tiers/shared/tier.py); what the store answers later, the next request finds. A request with a chain
-of more than SLICE_BLOCKS blocks asks several times, for FIND_LIMIT_S altogether.
+of more than SLICE_BLOCKS blocks, or with several groups, asks several times, for FIND_LIMIT_S altogether.
 
 All of these run in the thread of vLLM's scheduler, which owns the StorageLeader. A row is copied by a thread of this
 process, from or into a slot of kvbm's own memory (G2). No other process has the region, so a late read of a drive, or
@@ -380,21 +380,38 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def drain_jobs(self) -> None:
         """End every job: vLLM resets its host memory next, possibly because the weights change. Waits for the copy of
         one block at most, and for the disk to forget its blocks, which takes 2 s at most."""
-        self.weights_may_change("a reset of vLLM's offloading")
-        if self.pools and all(map(_is_empty, self.pools)):
+        cause = "a reset of vLLM's offloading"
+        is_first = self._forget(cause)
+        if self._config.tiers.disk is not None and self.pools and all(map(_is_empty, self.pools)):
             self._cause = ""
-            log.info("kvbm: vLLM's device memory is empty and its host memory is reset: blocks are kept again")
+            if not self.boundary.is_off:
+                log.info(
+                    "kvbm: %s while its device memory is empty: all blocks are forgotten, new ones are kept", cause
+                )
+        elif is_first:
+            self._warn(cause)
 
-    @hook(when_off=True)  # not contained: what cannot be forgotten must not be found later
     def weights_may_change(self, cause: str) -> None:
         """Give up every job, and forget every block. Nothing is found or stored until vLLM has reset its caches."""
-        is_first = not self._cause
+        if self._forget(cause):
+            self._warn(cause)
+
+    def _warn(self, cause: str) -> None:
+        end = "vLLM resets its offloading while its device memory is empty"
+        if self._config.tiers.disk is None:
+            end = "vLLM is started again"  # a shared tier forgets nothing, so that it is off
+        log.warning("kvbm: all blocks are forgotten, and none is kept until %s: %s", end, cause)
+
+    @hook(False, when_off=True)  # not contained: what cannot be forgotten must not be found later
+    def _forget(self, cause: str) -> bool:
+        """Give up every job, and forget every block. Return whether blocks were kept until now."""
+        is_first = not self._cause and not self.boundary.is_off
         self._cause = self._cause or cause
         self._readable.clear()
         self._give_up()
         if is_first:
-            log.warning("kvbm: all blocks are forgotten, and none is kept until vLLM has reset its caches: %s", cause)
             self._reset()
+        return is_first
 
     @hook()
     def _reset(self) -> None:
