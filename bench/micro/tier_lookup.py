@@ -7,7 +7,7 @@ memory and the disk are those of tests/vllm/offloading_rig.py. As vLLM does, it 
 
     on disk     all blocks are there
     missing     none is: vLLM stops at the first one
-    asked       none is, and kvbm begins to ask the shared tier: all blocks are RETRY
+    asked       none is, and kvbm begins to ask the shared tier: the first one is RETRY, and vLLM stops at the second
     waiting     the same in the next step
 
 Exits with 1 if a median is more than 2 ms.
@@ -37,15 +37,19 @@ STORED, MISSING = [key_of(number) for number in range(BLOCKS)], [key_of(BLOCKS +
 
 
 def milliseconds(rig: Offloading, keys: list[bytes], expected: LookupResult, *, again: bool) -> float:
-    """Ask for all blocks of a new request; with `again`, in its second step."""
+    """Ask for the blocks of a new request, until one is missing; with `again`, in its second step."""
     context, lookup = rig.request(keys), rig.tier.lookup
     for _ in range(1 + again):
         began_s = time.perf_counter()
-        found = [lookup(key, context) for key in keys]
+        found = []
+        for key in keys:
+            found.append(lookup(key, context))
+            if found[-1] is LookupResult.MISS:
+                break
         took_s = time.perf_counter() - began_s
         rig.step()
     rig.manager.on_request_finished(context)
-    assert set(found) == {expected}, set(found)
+    assert set(found[:-1] or found) == {expected}, set(found)
     return 1e3 * took_s
 
 

@@ -68,7 +68,8 @@ class HostTierSection(SizedTier):
         default="adaptive",
         description="Which blocks leave a full host memory: the least recently used ones (`lru`), or those that the "
         "requests so far show to be the least useful (`adaptive`). Models with several KV cache groups or with states, "
-        f"and {kinds_that(lambda form: form.keeps_host_memory)}, always use `lru`.",
+        f"{kinds_that(lambda form: form.keeps_host_memory)}, and all tiers below vLLM's own offloading "
+        "(`managed_by: engine`), always use `lru`.",
     )
     managed_by: Literal["kvbm", "engine"] = Field(
         default="kvbm",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvbm.tiers.settings import LeaderCallbacks, LeaderSettings
 
 LENT_SHARE = 4  # a loan of free slots has at most this share of host memory
+SHARED_WAIT_S = 1.0  # for free slots, until a write no longer spares the blocks that the shared store has still to take
 
 Answer = TypeVar("Answer")
 Question = Generator[None, None, Answer]
@@ -187,26 +188,26 @@ class StorageLeader(EngineTiers):
             self._end_reading(reading)
         self._note_loaded(reading, hashes)
 
-    def write(self, hashes: Sequence[bytes], lend: Lend) -> Question[list[bool]]:
-        """Return for each block whether it is stored: in a lower tier, or in G2, from where it will be written."""
-        due = [index for index, one in enumerate(hashes) if not self._is_stored(one)]
-        stored = [True] * len(hashes)
-        for index in due:
-            stored[index] = False
+    def write(self, hashes: Sequence[bytes], lend: Lend, *, waits_for_shared: bool = False) -> Question[list[bool]]:
+        """Return for each block whether it is stored: in a lower tier, or in G2, from where it will be written. With
+        `waits_for_shared`, blocks stay in G2 until the shared store has them too, unless it is slow."""
+        stored = [self._is_stored(one) for one in hashes]
+        due = [index for index, is_stored in enumerate(stored) if not is_stored]
+        self._used([one for one, is_stored in zip(hashes, stored, strict=True) if is_stored])
         size = max(1, self.host.capacity_blocks // LENT_SHARE)
         for begin in range(0, len(due), size):
-            batch = due[begin : begin + size]
-            while (target := self._reserve(len(batch))) is None:
+            batch, end_s = due[begin : begin + size], self._clock() + SHARED_WAIT_S
+            while (target := self._reserve(len(batch), keeps_due=waits_for_shared)) is None:
                 if not self.is_on:
                     return stored
+                waits_for_shared = waits_for_shared and self._clock() < end_s
                 yield
             yield from self._filled(target, Loan(batch, target.slots), lend)
-            self._register(target, [hashes[index] for index in batch])
+            written = [hashes[index] for index in batch]
+            self._register(target, written)
+            self._used(written)
             for index in batch:
                 stored[index] = True
-        if self.is_on:
-            for tier in self.lower_tiers:
-                tier.used(hashes, len(hashes), b"")
         return stored
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
@@ -318,13 +319,22 @@ class StorageLeader(EngineTiers):
         counters.onboard_bytes += total * self._settings.block_bytes
         counters.note_hits(loaded, 0)
 
-    def _reserve(self, count: int) -> Reservation | None:
-        """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on."""
+    def _used(self, hashes: Sequence[bytes]) -> None:
+        if self.is_on and hashes:
+            for tier in self.lower_tiers:
+                tier.used(hashes, len(hashes), b"")
+
+    def _reserve(self, count: int, *, keeps_due: bool) -> Reservation | None:
+        """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on. With
+        `keeps_due`, the shared tier is one of those."""
         if not self.is_on:
             return None
         unwritten = [blocks for tier in self.host.listeners if (blocks := tier.unwritten_blocks(count)) is not None]
-        if count > self.host.store.available - max(unwritten, default=0):
+        asked = self._asked_tiers if keeps_due else ()
+        due = {one for tier in asked for one in tier.due_blocks() if self.host.store.contains(one)}
+        if count > self.host.store.available - max(unwritten, default=0) - len(due):
             return None
+        self.host.store.touch(list(due))
         return self.host.reserve(count, keeps_unwritten=True)
 
     def _filled(self, target: Reservation, loan: Loan, lend: Lend) -> Question[None]:

@@ -21,7 +21,7 @@ does not need keeps the empty method of this Protocol. Some tiers can do more:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -184,6 +184,10 @@ class AskedTier(LowerTier):
     @abstractmethod
     def forget_request(self, request_id: str) -> None:
         """Note that a request has ended."""
+
+    @abstractmethod
+    def due_blocks(self) -> Iterator[bytes]:
+        """Yield the blocks that may still have to be written, and whose write has not begun. Some repeat."""
 
 
 OpenTier = Callable[[TierContext], LowerTier]

@@ -14,6 +14,7 @@ from host_pools import LAYOUTS, SGLangHostPool, storage_config
 from kvbm.child import deadlines
 from kvbm.engines.sglang import leader_thread, storage
 from kvbm.errors import EnvironmentProblem
+from kvbm.leader import storage_leader
 from kvbm.leader.opening import known
 from kvbm.types import Tier
 from kvbm_cli.serve.reported_sizes import ReportedSizes
@@ -273,6 +274,23 @@ def test_a_disk_process_that_is_stopped_while_the_storage_is_attached_is_used_wh
 
 def is_stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_write_does_not_wait_for_the_shared_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 600.0)
+    pool, keys = SGLangHostPool("page_first"), keys_of("a", 32)
+    filled(pool, range(32))
+    config = {
+        "tiers": {"host": {"blocks": 8}, "shared": {"url": f"file://{tmp_path}/shared"}},
+        "offload": {"to_shared": "always"},
+        "metrics": {"serve": False},
+    }
+    backend = storage.KvbmHiCacheStorage(storage_config(config), {})
+    backend.register_mem_pool_host(pool)
+    wait_until(lambda: leader_of(backend).is_on)
+    monkeypatch.setattr(leader_of(backend).lower_tiers[0], "_begin_writes", lambda: None)
+    assert backend.batch_set_v1(keys, pool.indices(*range(32))) == [True] * 32
+    backend.close()
 
 
 def test_two_engines_share_a_directory(tmp_path):

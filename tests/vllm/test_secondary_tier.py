@@ -24,6 +24,7 @@ from vllm_server import stopped_disk
 from kvbm.child import deadlines
 from kvbm.engines.vllm import secondary_tier, weight_updates
 from kvbm.errors import EnvironmentProblem
+from kvbm.leader import storage_leader
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("shared", "vllm_contract")]
 import small_s3
@@ -179,6 +180,29 @@ def test_nothing_is_found_or_stored_after_the_weights_may_have_changed(tmp_path,
         assert rig.load(FIRST) == rig.load(SECOND) == rig.load(OTHERS) == 0
 
 
+IDLE = SimpleNamespace(get_num_free_blocks=lambda: 9, num_gpu_blocks=10, cached_block_hash_to_block=())
+
+
+@pytest.mark.parametrize(
+    ("disk_blocks", "pools", "level", "words"),
+    [
+        (200, [IDLE], "INFO", "new ones are kept"),
+        (200, [], "WARNING", "none is kept until vLLM resets its offloading while"),
+        (0, [IDLE], "WARNING", "none is kept until vLLM is started again"),
+    ],
+    ids=["idle", "busy", "no disk"],
+)
+def test_the_log_says_once_what_a_reset_means(tmp_path, monkeypatch, disk_blocks, pools, level, words):
+    host_blocks = None if disk_blocks else 16
+    shared = "" if disk_blocks else f"file://{tmp_path}/objects"
+    with Offloading(tmp_path, disk_blocks=disk_blocks, host_blocks=host_blocks, shared=shared) as rig:
+        rig.tier.pools = pools
+        lines = []
+        monkeypatch.setattr(secondary_tier.log, "handle", lines.append)
+        rig.manager.reset_cache()
+        assert [(line.levelname, words in line.getMessage()) for line in lines] == [(level, True)]
+
+
 UNNAMED = {
     "an adapter": {"lora_request": object()},
     "an image": {"mm_features": [object()]},
@@ -315,6 +339,37 @@ def test_two_engines_share_blocks(tmp_path, url, disk_blocks):
         assert third.load(OTHERS) == 0
 
 
+@pytest.mark.parametrize("disk_blocks", [400, 0], ids=["disk", "no disk"])
+def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(tmp_path, monkeypatch, disk_blocks):
+    monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 60.0)
+    keys = [key_of(number) for number in range(128)]
+    host_blocks = None if disk_blocks else 16
+    tiers = {
+        "rows": 128,
+        "disk_blocks": disk_blocks,
+        "host_blocks": host_blocks,
+        "shared": f"file://{tmp_path}/objects",
+    }
+    with Offloading(tmp_path, **tiers) as rig:
+        until(rig, lambda: rig.tier._leader._asked_tiers[0].is_on)
+        rig.store(keys)
+        assert rig.tier._leader.counters.shared.offload_blocks == 128
+        assert not rig.tier._leader.counters.shared.dropped_blocks
+
+
+def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
+    keys = [key_of(number) for number in range(128)]
+    with Offloading(tmp_path, rows=128, disk_blocks=400, shared=f"file://{tmp_path}/objects") as rig:
+        shared = rig.tier._leader._asked_tiers[0]
+        until(rig, lambda: shared.is_on)
+        monkeypatch.setattr(shared, "_begin_writes", lambda: None)
+        begun = rig.begin_store(keys)
+        rig.settle_jobs()
+        rig.manager.on_request_finished(begun)
+        until(rig, lambda: rig.tier._leader.counters.disk.offload_blocks == 128)
+
+
 def test_a_damaged_object_is_a_miss(tmp_path):
     tiers = {"disk_blocks": 0, "host_blocks": 16, "shared": f"file://{tmp_path}/objects"}
     with Offloading(tmp_path, **tiers) as rig:
@@ -347,9 +402,9 @@ def test_a_question_without_an_answer_ends_and_vllm_does_not_wait_for_it(tmp_pat
         asked = []
         monkeypatch.setattr(rig.tier._leader._asked_tiers[0], "must_wait", lambda name, *_: asked.append(name) or True)
         context = rig.request(FIRST)
-        assert rig.ask(FIRST, context) == [LookupResult.RETRY] * 8
+        assert rig.ask(FIRST, context) == [LookupResult.RETRY, LookupResult.MISS], "vLLM's scan of the chain ends"
         rig.step()
-        assert rig.ask(FIRST, context) == [LookupResult.RETRY] * 8
+        assert rig.ask(FIRST, context) == [LookupResult.RETRY, LookupResult.MISS]
         assert len(set(asked)) == 1, "one question for a chain"
         monkeypatch.setattr(secondary_tier, "FIND_LIMIT_S", 0.0)
         rig.tier._requests[context.req_id].end_s = time.monotonic()
@@ -362,6 +417,45 @@ def test_a_question_without_an_answer_ends_and_vllm_does_not_wait_for_it(tmp_pat
         assert rig.ask(FIRST, other)[0] is LookupResult.RETRY
         rig.manager.reset_cache()
         assert rig.ask(FIRST, other) == [LookupResult.MISS]
+
+
+def test_a_group_that_is_asked_from_its_end_waits_once(tmp_path, monkeypatch):
+    """vLLM goes on at a MISS there, and waits for the request if any block is at RETRY."""
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        asked, group = [], [key_of(number, group=1) for number in range(8)]
+        tier = rig.tier._leader._asked_tiers[0]
+        monkeypatch.setattr(tier, "must_wait", lambda name, *_: asked.append(name) or len(asked) < 3)
+        context = rig.request([*FIRST, *group])
+        found = [rig.manager.lookup(key, context) for key in reversed(group)]
+        assert found == [LookupResult.RETRY, *[LookupResult.MISS] * 7]
+        while rig.tier._requests[context.req_id].question is not None:
+            rig.step()
+        assert {rig.manager.lookup(key, context) for key in reversed(group)} == {LookupResult.MISS}
+        assert len(set(asked)) == 1
+        assert rig.manager.lookup(FIRST[0], context) is LookupResult.MISS
+        assert len(set(asked)) == 2, "another group is asked for by itself"
+
+
+def test_a_step_visits_no_request_that_asks_nothing(rig):
+    class Hidden(dict):
+        values = items = __iter__ = None
+
+    rig.request(FIRST)
+    rig.tier._requests = Hidden(rig.tier._requests)
+    rig.step()
+    assert not rig.tier.boundary.faults
+
+
+def test_a_question_ends_when_no_thread_copies_any_more(tmp_path, monkeypatch):
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        shared = rig.tier._leader._asked_tiers[0]
+        monkeypatch.setattr(shared, "must_wait", lambda *_: True)
+        ended, forget = [], shared.forget_request
+        monkeypatch.setattr(shared, "forget_request", lambda name: ended.append("question") or forget(name))
+        monkeypatch.setattr(secondary_tier, "wait", lambda _copies: ended.append("copies"))
+        rig.ask(FIRST, rig.request(FIRST))
+        rig.manager.reset_cache()
+        assert ended == ["copies", "question"]
 
 
 def test_a_question_does_not_outlive_the_cache(tmp_path, monkeypatch):
@@ -379,9 +473,7 @@ def test_what_could_not_be_forgotten_is_not_found(tmp_path, monkeypatch):
     with Offloading(tmp_path) as rig:
         rig.store(FIRST)
         rig.store(SECOND)
-        rig.tier.pools = [
-            SimpleNamespace(get_num_free_blocks=lambda: 9, num_gpu_blocks=10, cached_block_hash_to_block=())
-        ]
+        rig.tier.pools = [IDLE]
         monkeypatch.setattr(rig.tier, "_give_up", lambda: 1 / 0)
         rig.tier.drain_jobs()
         assert rig.tier.boundary.is_off

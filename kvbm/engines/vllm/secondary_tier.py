@@ -8,7 +8,9 @@ region to the tiers below it, and asks them for blocks that it has not:
     submit_store    a job: take blocks over from these rows
     get_finished_jobs, drain_jobs    report each job once; a load names the blocks that have arrived
 
-vLLM lets a request at RETRY wait, and asks again in each step. So the store has FIND_LIMIT_S for each request.
+vLLM lets a request at RETRY wait, and asks again in each step. The shared tier ends each question after 0.1 s at most
+(`WAIT_S` of kvbm/tiers/shared/tier.py); what the store answers later, the next request finds. A request with a chain
+of more than SLICE_BLOCKS blocks, or with several groups, asks several times, for FIND_LIMIT_S altogether.
 
 All of these run in the thread of vLLM's scheduler, which owns the StorageLeader. A row is copied by a thread of this
 process, from or into a slot of kvbm's own memory (G2). No other process has the region, so a late read of a drive, or
@@ -89,12 +91,14 @@ _Tier: Any = getattr(_interface, "SecondaryTierManager", object)
 @dataclass(slots=True, eq=False)
 class _Tracked:
     """A request that may use the cache. `found`: its blocks that could be read. `failed`: keys whose load has failed.
-    `asked`: keys for which the shared store was asked; no question is open or begins after `end_s`."""
+    `first`: the first key of the open question, for which vLLM waits. `asked`: keys for which the shared store was
+    asked, and those before them; no question is open or begins after `end_s`."""
 
     found: int = 0
     failed: set[bytes] = field(default_factory=set)
     asked: set[bytes] = field(default_factory=set)
     question: Question[int] | None = None
+    first: bytes = b""
     end_s: float = 0.0
 
     def end_question(self, _answer: int = 0) -> None:
@@ -158,6 +162,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         if self._rows.itemsize != 1 or not self._rows.flags.c_contiguous:
             raise EnvironmentProblem("this version of vLLM has another layout of host memory than kvbm knows")
         self._requests: dict[str, _Tracked] = {}
+        self._asking: list[_Tracked] = []  # whose question is open, or was
         self._jobs: dict[int, _Job] = {}
         self._results: list[Any] = []
         self._readable: set[bytes] = set()  # until the end of this step
@@ -217,7 +222,8 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         if key in self._readable and key not in request.failed:
             return _HIT
         if request.question is not None and not self.boundary.is_off:
-            return _RETRY
+            # At the first MISS, vLLM ends its scan of a chain. It waits all the same, because of the RETRY before.
+            return _MISS if key in request.asked and key != request.first else _RETRY
         try:
             return self._looked_up(request, key, req_context)
         except Exception as error:  # a decorator would take as long as the lookup
@@ -232,24 +238,32 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         if not is_readable and not (may_ask and now_s < (request.end_s or now_s + FIND_LIMIT_S)):
             return _MISS
         keys = list(_positions(req_context))
-        following = keys[keys.index(key) :] if key in keys else [key]
+        at = keys.index(key) if key in keys else len(keys)
+        following = keys[at:] or [key]
         if is_readable:
             found = self._leader.readable(following)
             self._readable.update(following[:found])
             request.found = max(found, request.found)
             return _HIT
         request.end_s = request.end_s or now_s + FIND_LIMIT_S
-        chain = [one for one in following[:SLICE_BLOCKS] if one.endswith(key[-GROUP_BYTES:])]
-        request.question = self._leader.ask(chain)
+        group = key[-GROUP_BYTES:]
+        chain = [one for one in following[:SLICE_BLOCKS] if one.endswith(group)]
+        request.question, request.first = self._leader.ask(chain), key
         request.asked.update(chain)
-        self._advance_question(request)
-        return _MISS if request.question is None else _RETRY
+        # In a group with a sliding window, vLLM goes from the last block to the first: it waits once, not at each.
+        request.asked.update(one for one in keys[:at] if one.endswith(group))
+        if not self._is_asking(request):
+            return _MISS
+        self._asking.append(request)
+        return _RETRY
 
-    def _advance_question(self, request: _Tracked) -> None:
+    def _is_asking(self, request: _Tracked) -> bool:
+        """Advance the question of a request; return whether it is still open."""
         if time.monotonic() > request.end_s:
             request.end_question()
         elif request.question is not None:
             has_ended(request.question, request.end_question)
+        return request.question is not None
 
     @contained()
     def submit_load(self, job_metadata: Any) -> None:
@@ -272,7 +286,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
             raise InvariantError(f"job {job.job_id} of vLLM has the rows {job.rows[:8]} of {len(self._rows)}")
         if self.boundary.is_off or self._cause or job.request_id not in self._requests:
             return
-        ask = self._leader.read if is_load else self._leader.write
+        ask = self._leader.read if is_load else partial(self._leader.write, waits_for_shared=True)
         job.question = ask(job.keys, partial(self._lend, job))
         job.is_given_up = False
 
@@ -311,8 +325,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def _advance(self) -> None:
         """Let the tier and the jobs continue."""
         self._leader.step()
-        for request in self._requests.values():
-            self._advance_question(request)
+        self._asking = [request for request in self._asking if self._is_asking(request)]
         for job in list(self._jobs.values()):
             job.is_given_up |= time.monotonic() > job.end_s
             if not job.is_given_up and job.question is not None:
@@ -367,21 +380,38 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def drain_jobs(self) -> None:
         """End every job: vLLM resets its host memory next, possibly because the weights change. Waits for the copy of
         one block at most, and for the disk to forget its blocks, which takes 2 s at most."""
-        self.weights_may_change("a reset of vLLM's offloading")
-        if self.pools and all(map(_is_empty, self.pools)):
+        cause = "a reset of vLLM's offloading"
+        is_first = self._forget(cause)
+        if self._config.tiers.disk is not None and self.pools and all(map(_is_empty, self.pools)):
             self._cause = ""
-            log.info("kvbm: vLLM's device memory is empty and its host memory is reset: blocks are kept again")
+            if not self.boundary.is_off:
+                log.info(
+                    "kvbm: %s while its device memory is empty: all blocks are forgotten, new ones are kept", cause
+                )
+        elif is_first:
+            self._warn(cause)
 
-    @hook(when_off=True)  # not contained: what cannot be forgotten must not be found later
     def weights_may_change(self, cause: str) -> None:
         """Give up every job, and forget every block. Nothing is found or stored until vLLM has reset its caches."""
-        is_first = not self._cause
+        if self._forget(cause):
+            self._warn(cause)
+
+    def _warn(self, cause: str) -> None:
+        end = "vLLM resets its offloading while its device memory is empty"
+        if self._config.tiers.disk is None:
+            end = "vLLM is started again"  # a shared tier forgets nothing, so that it is off
+        log.warning("kvbm: all blocks are forgotten, and none is kept until %s: %s", end, cause)
+
+    @hook(False, when_off=True)  # not contained: what cannot be forgotten must not be found later
+    def _forget(self, cause: str) -> bool:
+        """Give up every job, and forget every block. Return whether blocks were kept until now."""
+        is_first = not self._cause and not self.boundary.is_off
         self._cause = self._cause or cause
         self._readable.clear()
         self._give_up()
         if is_first:
-            log.warning("kvbm: all blocks are forgotten, and none is kept until vLLM has reset its caches: %s", cause)
             self._reset()
+        return is_first
 
     @hook()
     def _reset(self) -> None:
@@ -392,11 +422,11 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
 
     def _give_up(self) -> None:
         """End every job and question. Waits until no thread copies: for the copy of one block at most."""
-        for request in self._requests.values():
-            request.end_question()
         for job in self._jobs.values():
             job.is_given_up = True
         wait([copy for job in self._jobs.values() for copy in job.copies])
+        for request in self._asking:
+            request.end_question()
         self._advance()
         self._end_jobs()
 
