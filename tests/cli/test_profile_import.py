@@ -285,6 +285,31 @@ def test_an_engine_is_found_wherever_its_start_stands(name):
     assert text.count("Not carried over") == 0 or "`source a`" in text, text
 
 
+RUN = "RUN echo 'exec vllm serve no/m --seed 1' > /start.sh"
+COPY = "COPY <<EOF /start.sh\nvllm serve no/m --port 1\nEOF"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'ENTRYPOINT ["/bin/bash", "-c", "vllm serve org/m --seed 7"]',
+        'CMD ["sh","-c","vllm serve org/m --seed 7"]',
+        f'{RUN}\nCMD ["vllm", "serve", "org/m", "--seed", "7"]',
+        f"{COPY}\nCMD vllm serve org/m --seed 7",
+        'LABEL note=Bob\'s\nENTRYPOINT ["vllm", "serve"]\nHEALTHCHECK --retries=3 \\\n  CMD curl x\n'
+        'CMD ["org/m", "--seed", "7"]\nHEALTHCHECK --retries=3 \\\n  CMD curl x',
+        'COPY <<EOF /start.sh\nvllm serve org/m --seed 7\nEOF\nCMD ["/start.sh"]',
+    ],
+)
+def test_a_dockerfile_starts_what_its_entry_point_and_command_say(text):
+    variables = 'ENV A=1 \\\n  # it\'s\n\n  B="2 2"\nENV C "3" \\\n  $A\nENV DYN_KVBM_CPU_CACHE_GB=5 D=a&b'
+    for instructions in (f"{variables}\n{text}", f"{text}\n{variables}"):
+        (found,) = launches_in(f"FROM any\n{instructions}", "text")
+        assert (found.words, found.is_elsewhere) == (("org/m", "--seed", "7"), True)
+    given = {"A": "1", "B": "2 2", "C": "3   1", "DYN_KVBM_CPU_CACHE_GB": "5", "D": "a&b"}
+    assert {name: str(word) for name, word in found.environment.items()} == given
+
+
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
@@ -308,6 +333,7 @@ def test_other_engines_are_found_too(command, flag):
         'log "Starting vllm serve on port 1"',
         "Run vllm serve to start it.",
         "docker run vllm/vllm-openai bash",
+        "FROM vllm/vllm-openai\nRUN pip install x",
         "docker run -e A=b vllm/vllm-openai /bin/sh -c true",
         "pkill -f 'vllm serve'",
         "vllm serve --help",
