@@ -188,7 +188,8 @@ def name_of(written: str) -> str:
     """Return the name of a flag as it is written, empty for what is none or not known."""
     short, dot, inside = written.partition(".")
     name = flag_name(written[2:]) if written.startswith("--") else ""
-    name = f"{names_of('vllm')[short]}{dot}{inside}" if short in names_of("vllm") else name
+    if short in names_of("vllm") and written[:3] != "-O.":  # which vLLM refuses
+        name = f"{names_of('vllm')[short]}{dot}{inside}"
     return str(table("other_names").get(name, name))
 
 
