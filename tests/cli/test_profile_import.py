@@ -430,12 +430,27 @@ def test_variables_of_a_container_are_those_that_it_is_given():
     assert "`--env-file $X/f` (line 2): other files are not read" in text
 
 
+def test_what_a_container_of_singularity_lacks_is_listed():
+    (text,) = profiles_of(
+        "export DYN_KVBM_CPU_CACHE_GB=10\n"
+        "singularity run --containall --env-file vars.env --env MODE,A=1 docker://vllm/vllm-openai --model a/b"
+    )
+    assert '  model: a/b  # --model a/b, line 2\n  environment:\n    A: "1"  # line 2\n' in text
+    assert "capacity" not in text.partition("# Missing")[0]
+    assert "`--env-file vars.env` (line 2): other files are not read" in text
+    assert "`MODE` (line 2): its value is not in this file" in text
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "srun --export=ALL,A=1,B=2 vllm serve a/b",
         "srun --export A=1,B=2 -n 1 bash -c 'vllm serve a/b'",
         "A=1 singularity exec --env B=2,C=3 --nv x.sif vllm serve a/b",
+        "export SINGULARITYENV_A=1 C=3; apptainer exec --cleanenv --env B=2 x.sif vllm serve a/b",
+        "export A=0 SINGULARITYENV_A=1; srun --export=ALL,B=2 singularity exec -B /a x.sif bash -c 'vllm serve a/b'",
+        "export APPTAINERENV_A=1 C=3; B=2 singularity -q exec --env B=2 --userns -ec x.sif vllm serve a/b",
+        "export SINGULARITYENV_C=1; docker run -e A=1 --env B=2 any vllm serve a/b",
         "set -a\nA=1\nset +a\nC=3\nB=2 vllm serve a/b",
         "set -o allexport; A=1; B=2; vllm serve a/b",
     ],
