@@ -107,7 +107,7 @@ def variables_of(text: str) -> dict[str, Word]:
 def _dockerfile(text: str, line: int) -> CommandText | None:
     """Read what the image of the last stage starts. None for a text that is no Dockerfile."""
     script: CommandText | None = None
-    parts: dict[str, list[Word]] = {}
+    parts: dict[str, Word] = {}
     image, at = "", 0
     for one in _INSTRUCTION.finditer(_COMMENTS.sub(lambda found: "\\\n" * found[0].count("\n"), text)):
         line, at = line + one.string.count("\n", at, one.start(2)), one.start(2)
@@ -119,12 +119,17 @@ def _dockerfile(text: str, line: int) -> CommandText | None:
             given = one[2] if pair is None else f'{pair[1]}="{_QUOTE.sub("", pair[2])}"'
             script.read("export " + _OF_SHELL.sub(lambda found: f"\\{found[1]}" if found[1] else found[0], given), line)
         elif one[1] in ("ENTRYPOINT", "CMD"):
-            shell = [Word("sh"), Word("-c"), Word(one[2], line)]
-            parts[one[1]] = _items(one[2], 1, line)[0] if one[2].startswith("[") else shell
-    if script is not None:
-        words = [*parts.get("ENTRYPOINT", ()), *parts.get("CMD", ())]
-        script.find(words, image="" if "ENTRYPOINT" in parts or not parts else image)
-        script.launches = [replace(one, is_elsewhere=True) for one in script.launches]
+            parts[one[1]] = Word(one[2], line)
+    if script is None:
+        return None
+    words: list[Word] = []
+    for part in (parts[name] for name in ("ENTRYPOINT", "CMD") if name in parts):
+        if not part.startswith("["):  # of a shell, which does not read what is behind it
+            words += [Word("sh"), Word("-c"), part]
+            break
+        words += _items(part, 1, part.line)[0]
+    script.find(words, image="" if "ENTRYPOINT" in parts or not parts else image)
+    script.launches = [replace(one, is_elsewhere=True) for one in script.launches]
     return script
 
 

@@ -323,6 +323,7 @@ COPY = "COPY <<EOF /start.sh\nvllm serve no/m --port 1\nEOF"
         'LABEL note=Bob\'s\nENTRYPOINT ["vllm", "serve"]\nHEALTHCHECK --retries=3 \\\n  CMD curl x\n'
         'CMD ["org/m", "--seed", "7"]\nHEALTHCHECK --retries=3 \\\n  CMD curl x',
         'COPY <<EOF /start.sh\nvllm serve org/m --seed 7\nEOF\nCMD ["/start.sh"]',
+        "CMD vllm serve no/m\nENTRYPOINT exec vllm serve org/m --seed 7",
     ],
 )
 def test_a_dockerfile_starts_what_its_entry_point_and_command_say(text):
