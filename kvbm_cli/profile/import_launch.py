@@ -132,7 +132,7 @@ class Container:
     inherits: str
 
     def environment(self, outside: Mapping[str, Word]) -> dict[str, Word]:
-        """Return its variables. `outside` are those of the process that starts it."""
+        """Return its variables. `outside` has those of the process that starts it."""
         names = [name for name in outside if re.fullmatch(self.inherits, name)]
         names.sort(key=lambda name: _OF_SINGULARITY.match(name) is not None)  # these win
         return {_OF_SINGULARITY.sub("", name): outside[name] for name in names} | self.given
