@@ -110,10 +110,14 @@ def launches_in(given: str | Sequence[str], name: str) -> list[Launch]:
         raise ProfileError(f"`{shown(name)}` is a profile already", hint="`kvbm profile check` checks it")
     if not found:
         raise ProfileError(f"`{shown(name)}` starts no engine that `kvbm profile import` knows", hint=READS)
-    counts: dict[str, int] = {}
+    names: dict[str, int] = {}  # with the last number of each
     for at, one in enumerate(found):  # each has a name of its own, for `--select`
-        counts[one.name] = count = counts.get(one.name, 0) + 1
-        found[at] = replace(one, name=f"{one.name}-{count}") if count > 1 else one
+        name = one.name
+        while name in names:
+            names[one.name] += 1
+            name = f"{one.name}-{names[one.name]}"
+        names[name] = 1
+        found[at] = replace(one, name=name)
     return found
 
 
@@ -130,7 +134,7 @@ def _launches_of(text: str) -> list[Launch]:
     if problem is not None and not found:
         raise problem
     variables = {} if found else variables_of(text)
-    if variable_names(variables) or table("sizes").keys() & variables:
+    if variable_names(variables) or table("lmcache").keys() & variables:
         return [Launch("environment", None, environment=variables)]
     return found[:MAX_LAUNCHES]
 

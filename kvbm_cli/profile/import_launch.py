@@ -48,14 +48,20 @@ _IMAGE = re.compile(r"(?:^|/)(?:vllm[\w.-]*|llm-d-(?:cuda|dev|rocm|xpu|cpu|hpu|a
 _IMAGE_OF_ANOTHER = re.compile(r"router|proxy|sidecar|sim\b|lmstack|runtime")
 _MODEL = re.compile(r"(?!/(?:usr|bin|sbin|opt)/|[\w./-]*\.(?:sh|py)$)[\w.~-]*/[\w./~-]+|\ue000.*")  # behind an image
 _ONLY_OF_VLLM = re.compile(r"--(?:max[-_]model[-_]len|gpu[-_]memory[-_]utilization)(?:=.*)?", re.DOTALL)
-_TOOLS = frozenset({"docker", "podman", "nerdctl"})
+_SINGULARITY = frozenset({"singularity", "apptainer"})
+_TOOLS = _SINGULARITY | {"docker", "podman", "nerdctl"}
 _ALONE = re.compile(  # options of `docker run` and tools like it; behind all others is a value
     r"--(?:detach|init|interactive|privileged|quiet|read-only|rm|tty|publish-all|no-\w+|replace|oom-kill-disable"
-    r"|sig-proxy|rmi|tls-verify|disable-\w+|nv|rocm|cleanenv|contain|containall|writable|writable-tmpfs|compat|fakeroot)"
-    r"|-[ditqPC]+|-"
+    r"|sig-proxy|rmi|tls-verify|disable-\w+)|-[ditqPC]+|-"
 )
+_ALONE_OF_SINGULARITY = re.compile(
+    r"--(?:nv|nvccli|rocm|cleanenv|contain|containall|writable|writable-tmpfs|compat|fakeroot|userns|uts|ipc|pid|net"
+    r"|keep-privs|underlay|unsquash|allow-setuid|disable-cache|docker-login|passphrase|sharens|oom-kill-disable"
+    r"|no-(?!mount)\w+)|-[acCefinpsuwx]+|-"
+)
+_CLEANS = re.compile(r"--(?:cleanenv|containall|compat)|-[acfinpsuwx]*+[eC][acCefinpsuwx]*+")  # no variable gets in
 _VALUE = re.compile(r"(--[^=]+|-[ditqPC]*[a-zA-Z])=?(.*)", re.DOTALL)  # of another option
-_LISTS = ("--export", "--env")  # of `srun` and `singularity`: variables with commas between them
+_OF_SINGULARITY = re.compile("(?:SINGULARITY|APPTAINER)ENV_")  # variables that become some of the container
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=")
 _NO_VALUE = re.compile(r"(?:no|enable|disable|enforce|trust|is|skip|return|use)_\w+|help")  # unless the table has it
 
@@ -104,7 +110,6 @@ class Launch:
     line: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
     is_of_dynamo: bool = False  # which reads flags of its own
-    image: str = ""  # of the container
     is_elsewhere: bool = False  # in a container or on another machine
 
     @property
@@ -112,6 +117,25 @@ class Launch:
         """Whether it starts the engine with a block manager of this name."""
         is_ours = any(f'"{name}"' in word for word in self.words for name in ("DynamoConnector", "PdConnector", TIER))
         return "kvbm" in self.words or is_ours or "DYN_KVBM_CPU_CACHE_GB" in self.environment
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container that a command starts: its variables, its image, what runs in it, and what is not in the file.
+    `image` is empty if its entry point does not run. `inherits` is the pattern of the variables that it has of the
+    process that starts it."""
+
+    given: dict[str, Word]
+    image: str
+    words: tuple[Word, ...]
+    left: tuple[Left, ...]
+    inherits: str
+
+    def environment(self, outside: Mapping[str, Word]) -> dict[str, Word]:
+        """Return its variables. `outside` has those of the process that starts it."""
+        names = [name for name in outside if re.fullmatch(self.inherits, name)]
+        names.sort(key=lambda name: _OF_SINGULARITY.match(name) is not None)  # these win
+        return {_OF_SINGULARITY.sub("", name): outside[name] for name in names} | self.given
 
 
 def started(words: Sequence[Word], image: str = "") -> Launch | None:
@@ -132,20 +156,24 @@ def started(words: Sequence[Word], image: str = "") -> Launch | None:
     return Launch("", "vllm", tuple(words)) if (is_engine and has_model) or has_flags else None
 
 
-def contained(words: Sequence[Word]) -> Launch | None:
-    """Return the container that `docker run` or a tool like it starts; None for another command. Its image is empty if
-    its entry point does not run."""
+def contained(words: Sequence[Word]) -> Container | None:
+    """Return the container that `docker run` or a tool like it starts; None for another command."""
     tool = next((at for at, one in enumerate(words) if one.rpartition("/")[2] in _TOOLS), len(words))
     at = next((at for at in range(tool + 1, min(tool + 4, len(words))) if words[at] in ("run", "create", "exec")), 0)
     if not at:
         return None
     verb, at = words[at], at + 1
-    environment: dict[str, Word] = {}
+    is_singularity = words[tool].rpartition("/")[2] in _SINGULARITY
+    alone = _ALONE_OF_SINGULARITY if is_singularity else _ALONE
+    given: dict[str, Word] = {}
     left: list[Left] = []
     entry: list[Word] = []
+    inherits = ".*" if is_singularity else "(?!)"
     while at < len(words) and words[at].startswith("-"):
         word, at = words[at], at + 1
-        match = None if _ALONE.fullmatch(word) else _VALUE.fullmatch(word)
+        if is_singularity and _CLEANS.fullmatch(word):
+            inherits = f"{_OF_SINGULARITY.pattern}.*"
+        match = None if alone.fullmatch(word) else _VALUE.fullmatch(word)
         if match is not None and not match[2] and at < len(words):
             word, at = words[at], at + 1
         elif match is not None:
@@ -156,21 +184,22 @@ def contained(words: Sequence[Word]) -> Launch | None:
         elif option == "--env-file":
             left.append(Left(f"--env-file {word}", OTHER_FILES, word.line))
         elif option == "--env" or re.fullmatch("-[a-zA-Z]*e", option):
-            environment |= (given := assignments([word]))
-            left += [] if given else [Left(word.partition("=")[0], NOT_SHOWN, word.line)]
+            for pair in word.split(",") if is_singularity else [word]:
+                given |= (found := assignments([Word(pair, word.line)]))
+                left += [] if found else [Left(pair.partition("=")[0], NOT_SHOWN, word.line)]
     if at < len(words) and words[at].startswith(MARKS[0]):  # options that are not shown, or the image
         at = next((there for there in range(at, len(words)) if _IMAGE.search(words[there])), at)
     image = "" if entry or verb == "exec" else str(words[at]) if at < len(words) else ""
-    return Launch("", None, (*entry, *words[at + 1 :]), environment, left=tuple(left), image=image)
+    return Container(given, image, (*entry, *words[at + 1 :]), tuple(left), inherits)
 
 
 def assignments(words: Sequence[Word]) -> dict[str, Word]:
-    """Return the variables that words set, as those of `env`, of `srun --export` and of `singularity --env` do."""
+    """Return the variables that words set, as those of `env` and of `srun --export` do."""
     found: dict[str, Word] = {}
     for at, word in enumerate(words):
         option, _, several = word.partition("=")
-        given = several if option in _LISTS else word
-        is_list = option in _LISTS or (at and words[at - 1] in _LISTS)
+        given = several if option == "--export" else word
+        is_list = option == "--export" or (at and words[at - 1] == "--export")
         for one in given.split(",") if is_list else [given]:
             if match := _ASSIGNED.match(one):
                 found[match[1]] = Word(one[match.end() :], word.line)
@@ -188,7 +217,8 @@ def name_of(written: str) -> str:
     """Return the name of a flag as it is written, empty for what is none or not known."""
     short, dot, inside = written.partition(".")
     name = flag_name(written[2:]) if written.startswith("--") else ""
-    name = f"{names_of('vllm')[short]}{dot}{inside}" if short in names_of("vllm") else name
+    if short in names_of("vllm") and written[:3] != "-O.":  # which vLLM refuses
+        name = f"{names_of('vllm')[short]}{dot}{inside}"
     return str(table("other_names").get(name, name))
 
 

@@ -26,7 +26,8 @@ from kvbm.config.layers import ARGUMENTS, merge
 from kvbm.config.sizes import exact_size
 from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
 from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
-from kvbm.engines.model_facts import SYNTHETIC_PREFIX
+from kvbm.engines.make_model import MODELS
+from kvbm.engines.model_facts import SYNTHETIC_PREFIX, preset_facts
 from kvbm.engines.sglang.options import STORAGE as SGLANG_STORAGE
 from kvbm.engines.table import examine_written
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, TIER
@@ -75,14 +76,17 @@ _FIRST = ("engine", "server", "engine.kind", "engine.model")  # of their section
 
 def kind_of(engine: str | None, model: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the kind of engine for this model and these variables, and the reason if a variable decided. UsageError
-    for an unknown `engine`."""
+    for an unknown `engine`, ProfileError for an unknown synthetic model."""
     if engine is not None:
         if engine not in ENGINE_KINDS:
             kinds = ", ".join(f"`{kind}`" for kind in ENGINE_KINDS)
             raise UsageError(f"`--engine {engine}` is not a kind of engines", hint=f"kinds are {kinds}")
         return engine, ""
-    if model is not None and model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC:
-        return "embedded", ""
+    if model is not None and model.startswith(SYNTHETIC_PREFIX):
+        if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC:
+            return "embedded", ""
+        preset_facts(model, MODELS)
+        return "vllm", ""
     found = [name for name in OF_TRTLLM if name in environment]
     return ("tensorrt-llm", f"{found[0]} is a variable for TensorRT-LLM") if found else ("vllm", "")
 
@@ -222,7 +226,9 @@ class Imported:
 
     def take_launch(self) -> None:
         for name, value in self.launch.options.items():
-            if not isinstance(value, Word) or not self._is_unknown(name, value):
+            if isinstance(value, Word) and self._is_unknown(name, value):
+                self._forget(flag_name(name))
+            else:
                 value = _parsed(value) if isinstance(value, Word) and self.engine == "vllm" else _plain(value)
                 self._take(flag_name(name), value, Word(name, getattr(name, "line", 0)))
         for name, value, written in self._flags():
@@ -238,6 +244,12 @@ class Imported:
             part = "its value" if word.unknown == word else f"the value of `{shown(word.unknown)}`"
             self.leave(f"{name} {word}".strip(), f"the file does not show {part}", word.line)
         return bool(word.unknown)
+
+    def _forget(self, name: str) -> None:
+        """Remove the flag, whose value is not known."""
+        name = names_of(self.engine).get(name, name)
+        self.unknown_flags.add(name)
+        remove_mistaken(self.document, [Mistake("", "", key=_KEYS.get(name, f"{ARGUMENTS}{name}"))])
 
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
@@ -274,9 +286,7 @@ class Imported:
             elif values == [""]:  # as a script has it for a flag that it does not always use
                 self.leave(written, "its value is empty", word.line)
             elif any(self._is_unknown(written, one) for one in values):
-                name = names_of(self.engine).get(name, name)
-                self.unknown_flags.add(name)
-                remove_mistaken(self.document, [Mistake("", "", key=_KEYS.get(name, f"{ARGUMENTS}{name}"))])
+                self._forget(name)
             else:
                 value = [_parsed(one) for one in values] or [True]
                 text = Word(f"{written} {' '.join(values)}".strip(), word.line)
@@ -311,10 +321,13 @@ class Imported:
                 self.leave(written, f"{OTHER_FILES}; import it too", line)
                 self.unknown_flags.update(_RANKS)
             for option, inside in options_in(text or "").items():
-                self._take(flag_name(option), _plain(inside), Word(option, line))
+                if isinstance(inside, Word) and self._is_unknown(option, Word(inside, line, unknown=inside.unknown)):
+                    self._forget(flag_name(option))
+                else:
+                    self._take(flag_name(option), _plain(inside), Word(option, line))
         else:
             if name == "kv_cache_config" and isinstance(value, dict) and (size := value.pop("host_cache_size", 0)):
-                self._take_size("host_cache_size", size, f"host_cache_size: {size}", line)
+                self._take_size(table("connector")["cpu_bytes_to_use"], size, f"host_cache_size: {size}", line)
             text = written.partition(" ")[0] if isinstance(value, dict) and name != _TRANSFER else written
             self.put(f"{ARGUMENTS}{name}", value, text, line)
 
@@ -333,8 +346,10 @@ class Imported:
             if name == TIER:
                 self._take_sections(one, line)
                 self.put("tiers.host.managed_by", "engine", line=line)
-            elif name in table("sizes"):
-                self._take_size(name, one, f"{name}: {one}", line, block_size=by_name.get("block_size"))
+            elif name in table("connector"):
+                self._take_size(
+                    table("connector")[name], one, f"{name}: {one}", line, block_size=by_name.get("block_size")
+                )
             elif TIER in by_name and name not in _OF_TIER:
                 self.leave(f"{name}: {one}", "`kvbm serve` configures vLLM's connector itself", line)
         names = [str(one) for name, one in leaves if name == "kv_connector"]
@@ -349,9 +364,10 @@ class Imported:
             what = ", ".join(dict.fromkeys(names)) or json.dumps(value)
             self.leave(f"--kv-transfer-config with {what}", reason, line)
 
-    def _take_size(self, name: str, value: Any, text: str, line: int, *, block_size: object = None) -> None:
-        """Set the size or the directory of a tier from one of another cache, or list it with the reason."""
-        key, unit = table("sizes")[name]
+    def _take_size(self, place: Sequence[str], value: Any, text: str, line: int, *, block_size: object = None) -> None:
+        """Set the size or the directory of a tier from one of another cache, or list it with the reason. `place` is
+        the key and the unit."""
+        key, unit = place
         number = Decimal(str(value)) if _NUMBER.fullmatch(str(value)) else Decimal(0)
         of_engine, ranks = _value(self.document, "engine", "arguments", "block_size"), self._rank_count()
         if entry_at(self.document, key.split(".")) is not None:
@@ -400,15 +416,17 @@ class Imported:
 
     def _take_variable(self, name: str, word: Word) -> None:
         reason = reason_to_leave("left_variables", name, {""})
-        is_size = name in table("sizes")
+        of_lmcache = table("lmcache").get(name)
+        if has_secret(name, str(word)):
+            reason = NO_SECRETS
         if name in STORE_VARIABLES:
             self.leave(name, _OF_STORE, word.line)
-        elif variable_names({name: ""}) or (is_size and word.unknown):
+        elif variable_names({name: ""}) or (of_lmcache and word.unknown):
             self._is_unknown(name, word)
-        elif is_size and word not in ("", "0"):
-            self._take_size(name, str(word), f"{name}={word}", word.line)
-        elif reason is not None or has_secret(name, str(word)):
-            self.leave(name, reason or NO_SECRETS, word.line)
+        elif of_lmcache and word not in ("", "0") and reason != NO_SECRETS:
+            self._take_size(of_lmcache, str(word), f"{name}={word}", word.line)
+        elif reason is not None:
+            self.leave(name, reason, word.line)
         elif not self._is_unknown(name, word):
             self.put(f"engine.environment.{name}", str(word), line=word.line)
 
@@ -420,6 +438,10 @@ class Imported:
         for mistake in mistakes:
             name = mistake.source.label if isinstance(mistake, Mistake) and mistake.source is not None else ""
             self.leave(name, _reason(mistake), words[name].line if name in words else 0)
+        secrets = [name for name, value in valid.items() if name not in STORE_VARIABLES and has_secret("", value)]
+        for name in secrets:
+            self.leave(name, NO_SECRETS, words[name].line)
+        valid = {name: value for name, value in valid.items() if name not in secrets}
         found, warnings = read_variables(valid)
         self.warnings = (*warnings, *drop_unused(found, valid))
         self.document = merge(self.document, found)
@@ -453,6 +475,8 @@ def _entry(value: object, source: Source, depth: int) -> Entry:
     names = value if isinstance(value, dict) else ()
     if depth > MAX_DEPTH or any(len(str(name)) > MAX_KEY for name in names):
         raise ValueError(f"more than {MAX_DEPTH} levels, or more than {MAX_KEY} characters of a key")
+    for one in value if isinstance(value, list) else ():
+        _entry(one, source, depth + 1)
     if isinstance(value, dict):
         value = {str(name): _entry(one, Source("", ""), depth + 1) for name, one in value.items()}
     return Entry(source, source, value)

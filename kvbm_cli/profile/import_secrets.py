@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from kvbm.text.outside import HIDDEN, is_secret_name, without_secrets
+from kvbm.text.outside import HIDDEN, is_secret_name, without_secrets, without_url_secrets
 
 NO_SECRETS = "a secret is not copied; set it in the environment of `kvbm serve`"
 _MORE_NAMES = re.compile(  # than in messages: what is not copied is listed
@@ -52,5 +52,5 @@ def hidden_in(written: str) -> str:
 
 
 def tokens_hidden(message: str) -> str:
-    """Return a message about a value with `***` in place of tokens of known forms."""
-    return _TEXT.sub(HIDDEN, message)
+    """Return a message about a value with `***` in place of tokens of known forms and of credentials in URLs."""
+    return _TEXT.sub(HIDDEN, without_url_secrets(message))

@@ -63,7 +63,6 @@ _NO_START = re.compile(
 )
 _BEHIND = re.compile(r"-[a-z]*c|--")  # in front of a script
 _MACHINES = frozenset({"ssh", "kubectl", "oc"})  # these run a command on another machine
-_ELSEWHERE = _MACHINES | {"singularity", "apptainer"}
 _LISTED = "conditions and loops are not evaluated; every command is read once"
 
 
@@ -276,18 +275,20 @@ class CommandText:
         if _NO_START.fullmatch(name):
             return
         line = words[0].line if words else 0
-        is_elsewhere = bool(image) or any(word.rpartition("/")[2] in _ELSEWHERE for word in words)
+        is_elsewhere = bool(image) or any(word.rpartition("/")[2] in _MACHINES for word in words)
         left: tuple[Left, ...] = ()
+        front: Sequence[Word] = ()
         if (container := contained(words)) is not None:
+            front = words[: len(words) - len(container.words)]
             image, words, is_elsewhere = container.image, container.words, True
             left = tuple(replace(one, what=str(finished(Word(one.what)))) for one in container.left)
         found = started(words, image)
         scripts = [at for at in range(len(words)) if found is None and _is_script(words, at)]
         if found is None and not scripts:
             return
-        environment = dict((assigned or {}) if container is None else container.environment)
-        if container is None and name not in _MACHINES:
-            environment = self.environment() | environment
+        environment = ({} if name in _MACHINES else self.environment()) | dict(assigned or {})
+        if container is not None:
+            environment = container.environment(environment | assignments(front))
         if found is not None and "--help" not in found.words:
             if len(self.launches) == MAX_LAUNCHES:
                 raise ProfileError(f"more than {MAX_LAUNCHES} commands start an engine")

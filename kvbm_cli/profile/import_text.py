@@ -13,13 +13,15 @@ from kvbm_cli.profile.import_launch import START_OF_LINE, STARTS_IN_LISTS, Launc
 from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, OpenQuote, marked
 
 _FENCE = re.compile(r"[ \t>]*(```+|~~~+)")
-_INSTRUCTION = re.compile(r"^(?:FROM[ \t]+(?:--\S+[ \t]+)?(\S+)|(ENTRYPOINT|CMD)[ \t]+(\[)?)", re.MULTILINE)
-_AS_SHELL = tuple(  # a prompt, a Dockerfile, a unit of systemd
+_INSTRUCTION = re.compile(r"^[ \t]*([A-Z]+)[ \t]+((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)  # of a Dockerfile
+_COMMENTS = re.compile(r"\\\n(?:[ \t]*(?:#[^\n]*)?\n)+")  # between the lines of an instruction
+_PAIR = re.compile(r"(\w+)[ \t]+(.*)", re.DOTALL)  # of ENV
+_QUOTE = re.compile(r"(?<!\\)['\"]")
+_AS_SHELL = tuple(  # a prompt, a unit of systemd
     (re.compile(pattern, re.MULTILINE), instead)
     for pattern, instead in (
         (r"^[ \t]*\$ ", ""),
-        (r"^[ \t]*ENV[ \t]+(\w+)[ \t]+([^=\n\"]*)$", r'export \1="\2"'),
-        (r"^[ \t]*ENV[ \t]|^Environment=", "export "),
+        (r"^Environment=", "export "),
         (r"^EnvironmentFile=-?", "source "),
         (r"^Description=.*|^ExecStart\w*=[-@:+!]*", ""),
     )
@@ -30,6 +32,7 @@ _LINE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _STRING = r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
+_OF_SHELL = re.compile(rf"{_STRING}|\\.|([;&|()<>#`])", re.DOTALL)  # characters that are text in ENV
 _ITEM = re.compile(
     rf"\s+|,|\\\n|\#[^\n]*|(?P<text>{_STRING})(?=\s*[,\]\)\#])"
     rf"|(?P<other>(?:{_STRING}|\([^()]*\)|\[[^\[\]]*\]|[^\s,\[\]()\"'#]|[ ](?![\s,\])]))+)"
@@ -64,30 +67,24 @@ def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
 
     `exported` are variables of the shell; those of a script are added, for the next block of its page.
     """
-    image, start, parts = "", 0, dict[str, re.Match[str]]()  # of the last stage of a Dockerfile
-    for one in _INSTRUCTION.finditer(text):
-        if one[1]:
-            image, start, parts = one[1], one.start(), {}
-        elif image:
-            parts[one[2]] = one
-    as_shell = "\n" * text.count("\n", 0, start) + text[start:] if parts else text
+    of_image = _dockerfile(text, line)
+    if of_image is not None and of_image.launches:
+        return of_image
+    given = exported if of_image is None else exported | of_image.environment()
+    as_shell = text
     for pattern, instead in _AS_SHELL:
         as_shell = pattern.sub(instead, as_shell)
-    found = CommandText(exported)
+    found = CommandText(given)
     try:
         found.read(as_shell, line)
     except OpenQuote:  # another language, or prose
-        found = read_lines(as_shell, line, exported | found.environment())
+        found = read_lines(as_shell, line, given | found.environment())
         if not found.launches:
             raise
     exported |= found.environment()
-    if parts and not found.launches:
-        lists = [parts[name] for name in ("ENTRYPOINT", "CMD") if name in parts and parts[name][3]]
-        places = ((one.end(), line + text.count("\n", 0, one.end())) for one in lists)
-        words = [word for at, there in places for word in _items(text, at, there)[0]]
-        found.find(words, image="" if "ENTRYPOINT" in parts else image)
-    found.launches = [replace(one, is_elsewhere=True) if parts else one for one in found.launches]
-    return found if found.launches or found.documents else _lists(as_shell, line, exported)
+    if of_image is not None:
+        found.launches = [replace(one, is_elsewhere=True) for one in found.launches]
+    return found if found.launches or found.documents else _lists(as_shell, line, given)
 
 
 def read_lines(text: str, line: int, exported: Mapping[str, Word]) -> CommandText:
@@ -107,8 +104,37 @@ def variables_of(text: str) -> dict[str, Word]:
     return values if len(found) == len(lines) else {}
 
 
+def _dockerfile(text: str, line: int) -> CommandText | None:
+    """Read what the image of the last stage starts. None for a text that is no Dockerfile."""
+    script: CommandText | None = None
+    parts: dict[str, Word] = {}
+    image, at = "", 0
+    for one in _INSTRUCTION.finditer(_COMMENTS.sub(lambda found: "\\\n" * found[0].count("\n"), text)):
+        line, at = line + one.string.count("\n", at, one.start(2)), one.start(2)
+        if one[1] == "FROM":
+            names = (name for name in one[2].split() if not name.startswith("--"))
+            image, script, parts = next(names, ""), CommandText(), {}
+        elif script is not None and one[1] == "ENV":
+            pair = _PAIR.fullmatch(one[2])
+            given = one[2] if pair is None else f'{pair[1]}="{_QUOTE.sub("", pair[2])}"'
+            script.read("export " + _OF_SHELL.sub(lambda found: f"\\{found[1]}" if found[1] else found[0], given), line)
+        elif one[1] in ("ENTRYPOINT", "CMD"):
+            parts[one[1]] = Word(one[2], line)
+    if script is None:
+        return None
+    words: list[Word] = []
+    for part in (parts[name] for name in ("ENTRYPOINT", "CMD") if name in parts):
+        if not part.startswith("["):  # of a shell, which does not read what is behind it
+            words += [Word("sh"), Word("-c"), part]
+            break
+        words += _items(part, 1, part.line)[0]
+    script.find(words, image="" if "ENTRYPOINT" in parts or not parts else image)
+    script.launches = [replace(one, is_elsewhere=True) for one in script.launches]
+    return script
+
+
 def _lists(text: str, line: int, exported: Mapping[str, Word]) -> CommandText:
-    """Read the starts of engines in lists of words, as Python, JSON and a Dockerfile write them."""
+    """Read the starts of engines in lists of words, as Python and JSON write them."""
     script, end = CommandText(exported), 0
     for match in itertools.islice(STARTS_IN_LISTS.finditer(text), MAX_LAUNCHES):
         if match.start() >= end:

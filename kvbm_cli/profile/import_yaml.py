@@ -199,7 +199,7 @@ class _EngineSearch:
         scope, names = self._within(config, scope), table("of_model_spec")
         flags = {name: snake_case(name) for name in config if name not in _NO_FLAGS and name not in table("left_keys")}
         flags |= {name: names[name] for name in spec if name in names}
-        of_cache = {name: _word(cache, name) for name in cache if name in table("sizes")}
+        of_cache = {name: _word(cache, name) for name in cache if name in table("lmcache")}
         is_on = cache.get("enabled") == "true"
         sizes = {name: size for name, size in of_cache.items() if is_on and size and size != "0"}
         yield Launch(

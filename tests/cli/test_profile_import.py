@@ -137,6 +137,30 @@ def test_sizes_of_a_chart_are_counted_for_each_rank():
     assert "`vllmApiKey` (line 1): a secret is not copied" in text
 
 
+OF_TEMPLATES = {
+    "a chart": "modelURL: a/b\nvllmConfig: {tensorParallelSize: '{{ .x }}'}\n"
+    "lmcacheConfig: {enabled: true, cpuOffloadingBufferSize: 60}",
+    "a file of options": "kind: ConfigMap\ndata: {o.yaml: 'tensor_parallel_size: \"{{ .x }}\"'}\n---\n"
+    "args: [vllm, serve, a/b, --config, /o.yaml]\nenv: {LMCACHE_MAX_LOCAL_CPU_SIZE: 60}",
+}
+
+
+@pytest.mark.parametrize("name", OF_TEMPLATES)
+def test_a_size_of_lmcache_is_not_counted_for_ranks_of_a_template(name):
+    (text,) = profiles_of(OF_TEMPLATES[name])
+    kept, _, left = text.partition("# Missing:")
+    assert "capacity" not in kept
+    assert re.search(r"`tensor_parallel_size \{\{ .x \}\}` \(line [24]\): the file does not show its value", left), left
+    assert "LMCache counts it per rank, and the file does not show" in left
+
+
+def test_variables_with_names_of_keys_of_connectors_are_variables():
+    (text,) = profiles_of("export root_dir=/a max_bytes=1000\nvllm serve a/b")
+    assert '  environment:\n    root_dir: /a  # line 1\n    max_bytes: "1000"  # line 1\n\n# Missing' in text
+    with pytest.raises(KvbmError, match="starts no engine"):
+        launches_in("root_dir=/a", "text")
+
+
 def test_a_connector_of_a_dotted_flag_is_replaced():
     (text,) = profiles_of("vllm serve a/b --kv-transfer-config.kv_connector LMCacheConnectorV1")
     assert "kv_transfer_config" not in text
@@ -285,6 +309,32 @@ def test_an_engine_is_found_wherever_its_start_stands(name):
     assert text.count("Not carried over") == 0 or "`source a`" in text, text
 
 
+RUN = "RUN echo 'exec vllm serve no/m --seed 1' > /start.sh"
+COPY = "COPY <<EOF /start.sh\nvllm serve no/m --port 1\nEOF"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'ENTRYPOINT ["/bin/bash", "-c", "vllm serve org/m --seed 7"]',
+        'CMD ["sh","-c","vllm serve org/m --seed 7"]',
+        f'{RUN}\nCMD ["vllm", "serve", "org/m", "--seed", "7"]',
+        f"{COPY}\nCMD vllm serve org/m --seed 7",
+        'LABEL note=Bob\'s\nENTRYPOINT ["vllm", "serve"]\nHEALTHCHECK --retries=3 \\\n  CMD curl x\n'
+        'CMD ["org/m", "--seed", "7"]\nHEALTHCHECK --retries=3 \\\n  CMD curl x',
+        'COPY <<EOF /start.sh\nvllm serve org/m --seed 7\nEOF\nCMD ["/start.sh"]',
+        "CMD vllm serve no/m\nENTRYPOINT exec vllm serve org/m --seed 7",
+    ],
+)
+def test_a_dockerfile_starts_what_its_entry_point_and_command_say(text):
+    variables = 'ENV A=1 \\\n  # it\'s\n\n  B="2 2"\nENV C "3" \\\n  $A\nENV DYN_KVBM_CPU_CACHE_GB=5 D=a&b'
+    for instructions in (f"{variables}\n{text}", f"{text}\n{variables}"):
+        (found,) = launches_in(f"FROM any\n{instructions}", "text")
+        assert (found.words, found.is_elsewhere) == (("org/m", "--seed", "7"), True)
+    given = {"A": "1", "B": "2 2", "C": "3   1", "DYN_KVBM_CPU_CACHE_GB": "5", "D": "a&b"}
+    assert {name: str(word) for name, word in found.environment.items()} == given
+
+
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
@@ -308,6 +358,7 @@ def test_other_engines_are_found_too(command, flag):
         'log "Starting vllm serve on port 1"',
         "Run vllm serve to start it.",
         "docker run vllm/vllm-openai bash",
+        "FROM vllm/vllm-openai\nRUN pip install x",
         "docker run -e A=b vllm/vllm-openai /bin/sh -c true",
         "pkill -f 'vllm serve'",
         "vllm serve --help",
@@ -363,6 +414,7 @@ def test_short_flags_have_their_long_names():
         (text,) = profiles_of(f"vllm serve a/b {level} -cc.mode 2")
         assert "optimization_level: 3 " in text
     assert "      mode: 2 " in text
+    assert "`-O.mode` (line 1): it is neither a long flag" in profiles_of("vllm serve a/b -O.mode 3 -O 2")[0]
     assert "`-O3` (line 1): it is neither a long flag" in profiles_of("vllm serve a/b -O3")[0]
 
 
@@ -379,12 +431,27 @@ def test_variables_of_a_container_are_those_that_it_is_given():
     assert "`--env-file $X/f` (line 2): other files are not read" in text
 
 
+def test_what_a_container_of_singularity_lacks_is_listed():
+    (text,) = profiles_of(
+        "export DYN_KVBM_CPU_CACHE_GB=10\n"
+        "singularity run --containall --env-file vars.env --env MODE,A=1 docker://vllm/vllm-openai --model a/b"
+    )
+    assert '  model: a/b  # --model a/b, line 2\n  environment:\n    A: "1"  # line 2\n' in text
+    assert "capacity" not in text.partition("# Missing")[0]
+    assert "`--env-file vars.env` (line 2): other files are not read" in text
+    assert "`MODE` (line 2): its value is not in this file" in text
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "srun --export=ALL,A=1,B=2 vllm serve a/b",
         "srun --export A=1,B=2 -n 1 bash -c 'vllm serve a/b'",
         "A=1 singularity exec --env B=2,C=3 --nv x.sif vllm serve a/b",
+        "export SINGULARITYENV_A=1 C=3; apptainer exec --cleanenv --env B=2 x.sif vllm serve a/b",
+        "export A=0 SINGULARITYENV_A=1; srun --export=ALL,B=2 singularity exec -B /a x.sif bash -c 'vllm serve a/b'",
+        "export APPTAINERENV_A=1 C=3; B=2 singularity -q exec --env B=2 --userns -ec x.sif vllm serve a/b",
+        "export SINGULARITYENV_C=1; docker run -e A=1 --env B=2 any vllm serve a/b",
         "set -a\nA=1\nset +a\nC=3\nB=2 vllm serve a/b",
         "set -o allexport; A=1; B=2; vllm serve a/b",
     ],
@@ -413,10 +480,15 @@ def test_an_engine_of_a_container_or_another_machine_is_known_as_such(name):
     assert found.is_elsewhere == (re.search(tools, COMMANDS[name]) is not None)
 
 
+NAMES = ("a", "a", "a-2", "a")
+
+
 def test_engines_of_one_line_have_names_of_their_own():
     text = "vllm serve a/b --seed 1; vllm serve a/b --seed 2 & vllm serve a/b --seed 3"
     assert [one.name for one in launches_in(text, "text")] == ["line-1", "line-1-2", "line-1-3"]
     assert "seed: 2 " in recognised(text, "text", select="line-1-2").text
+    pods = "".join(POD.format("image: vllm, args: [a/b]").replace("name: p", f"name: {one}") + "---\n" for one in NAMES)
+    assert [one.name for one in launches_in(pods, "text")] == ["a", "a-2", "a-2-2", "a-3"]
 
 
 TEMPLATE = """\
@@ -588,6 +660,9 @@ def test_values_with_many_levels_are_listed_or_stay_text():
     (text,) = profiles_of(f"max_model_len: 8\nhf_overrides:\n  ? {'k' * 2000}\n  : 1")
     assert "more than 500" in text.partition("# Not carried over:")[2]
     assert "max_model_len: 8" in text
+    (text,) = profiles_of(f"vllm serve a/b --max-num-seqs 8 --x '[{{\"{'k' * 1030}\":1}}]'")
+    assert "max_num_seqs: 8 " in text
+    assert "more than 500" in text.partition("# Not carried over:")[2]
 
 
 SECRET = "Zq9hunterZq9"
@@ -602,6 +677,14 @@ def test_no_secret_is_shown(tmp_path, name):
     assert TOKEN not in shown.stdout + shown.stderr
     assert re.search(r"a secret is not copied|neither|kvbm replaces|a number|an alias|\*\*\*`", shown.stderr)
     assert_said("secrets", name, shown.stderr.rstrip("\n"))
+
+
+@pytest.mark.parametrize("name", ["LMCACHE_LOCAL_DISK", "DYN_KVBM_DISK_CACHE_DIR", "root_dir"])
+@pytest.mark.parametrize("value", [f"s3://user:{SECRET}@host/x", f"/x?token={SECRET}", f"x?token={SECRET}"])
+def test_no_secret_of_a_directory_is_shown(name, value):
+    (text,) = profiles_of(f"{name}={value!r} DYN_KVBM_DISK_CACHE_GB=5 vllm serve a/b")
+    assert SECRET not in text
+    assert re.search(rf"^# - `{name}[`=]", text, re.MULTILINE), text
 
 
 @pytest.mark.parametrize("flag", ["--long-prefill-token-threshold", "--pad-token-id", "--max-num-batched-tokens"])

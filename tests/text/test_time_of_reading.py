@@ -111,6 +111,8 @@ SCRIPTS = {
     "a variable under conditions": lambda size: "if x\n" + "a=x\na+=x\n" * (size // 9) + SERVE,
     "commands in quotes": lambda size: "x 'vllm serve m' 'vllm serve m'\n" * 90 + "x 'a b'\n" * (size // 8) + SERVE,
     "instructions": lambda size: "FROM a\n" + "CMD a\nENV a b\n" * (size // 14) + 'CMD ["vllm", "serve", "m"]',
+    "spaces of an instruction": lambda size: f"FROM a\nENV a{' ' * size}=\nCMD {SERVE}y",
+    "options of a container": lambda size: f"singularity exec -{'e' * size}= x {SERVE}y",
     "blocks of code": lambda size: "```\nx\n```\n" * (size // 10) + f"```\n{SERVE}y\n```\n",
     "a list of Python": lambda size: "don't " + '["vllm", "serve", "m"' + ', "x", y(z)' * (size // 11) + "]",
     "lists without an end": lambda size: "don't " + '"vllm","serve",' * (size // 15),
