@@ -1,8 +1,9 @@
 """Check: the result of one check, with its state, finding and remedy. DoctorContext: what a check may use.
 
-CheckRunner runs groups of checks, collects the results, and prints each immediately unless JSON was requested. Within
-`at_most` a SIGALRM interrupts the running check when the time is up, even if it waits for another process. That check
-and all later ones are skipped.
+A group of checks is a module of its own, such as `memory.py`; `command.py` has the list of them. CheckRunner runs
+groups, collects the results, and prints each immediately unless JSON was requested. Within `at_most` a SIGALRM
+interrupts the running check when the time is up, even if it waits for another process. That check and all later ones
+are skipped.
 """
 
 from __future__ import annotations
