@@ -151,8 +151,13 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         self._thread = LeaderThread(leader, self.boundary, total_s=total_s, drain_s=drain_s)
         self._telemetry.watch(leader, self._thread.wake)
         info = self._segment.info
-        line = "kvbm: rank %d allocated %d blocks of %d bytes in host memory (%.2f GB)"  # `kvbm serve` reads it
-        log.info(line, self._rank, info.slot_count, info.block_bytes, info.length / 1e9)
+        log.info(
+            "kvbm: rank %d allocated %d blocks of %d bytes in host memory (%.2f GB)",  # `kvbm serve` reads it
+            self._rank,
+            info.slot_count,
+            info.block_bytes,
+            info.length / 1e9,
+        )
 
     @contained(0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
