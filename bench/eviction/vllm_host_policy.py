@@ -131,7 +131,6 @@ def replay(workload: Workload, capacity: int, policy: str) -> dict[str, float]:
     manager = CPUOffloadingManager(capacity, policy, POLICIES[policy])
     learning = manager._policy
     hits = asked = refused = touched = 0
-    began_s = time.thread_time()
     spent_s = 0.0
     for number, one in enumerate(uses):
         keys = [make_offload_key(name_of(node), 0) for node in reversed(tree.path(one.use.kept))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.host.layout import BlockLayout
     from kvbm.leader.storage_leader import StorageLeader
-
-log = logging.getLogger(__name__)
 
 
 def open_storage(
@@ -44,7 +41,6 @@ def open_storage(
         segment.close()
         raise
     boundary.counters = leader.counters
-    log.info("kvbm: %d blocks of %d bytes between the engine's host memory and the tiers", *segment.payload.shape)
     return segment, leader
 
 

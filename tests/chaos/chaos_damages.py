@@ -18,11 +18,13 @@ import shutil
 import socket
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
 import xxhash
 
 from kvbm.tiers.disk.directory import ARENA, INDEX, LOCK, RATES, SUPERBLOCK
@@ -834,4 +836,15 @@ def clock_set_back(site):
 
 
 AREAS = sorted({found.area for found in DAMAGES.values()})
+BELOW_ENGINES = [found for found in DAMAGES.values() if not found.is_plain_user]  # root is above permissions
 assert all(re.fullmatch("[a-z0-9_]+", name) for name in DAMAGES)
+
+
+def cases(kinds: Sequence[Damage], count: int) -> Iterator[Any]:
+    """Numbers of cases with all kinds in turn; the first of each area also runs without `-m soak`."""
+    areas = set()
+    for number in range(count):
+        one = kinds[number % len(kinds)]
+        marks = () if one.area not in areas else pytest.mark.soak
+        areas.add(one.area)
+        yield pytest.param(number, id=f"{number}-{one.name}", marks=marks)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from chaos_damages import DAMAGES, Caches, Damage, flip, instance_of, spoiled
+from chaos_damages import DAMAGES, Caches, Damage, cases, flip, instance_of, spoiled
 from chaos_engine import CALL_LIMIT_S, EngineProcess, Refused
 from chaos_faults import FAULTS, Fault, Stage
 from chaos_traffic import ANSWER_TOKENS, DEADLINE_S, LOADED_S, Load, Question, ask_all, questions
@@ -104,18 +104,8 @@ def caches(tmp_path_factory, asked) -> Caches:
     return Caches(ended, killed, older, other, arena_bytes // DISK_BLOCKS // 4096 * 4096)
 
 
-def damage_cases():
-    """All kinds in turn; the first of each area also runs without `-m soak`."""
-    areas = set()
-    for number in range(DAMAGE_CASES):
-        name = list(DAMAGES)[number % len(DAMAGES)]
-        is_short = DAMAGES[name].area not in areas
-        areas.add(DAMAGES[name].area)
-        yield pytest.param(number, id=f"{number}-{name}", marks=() if is_short else pytest.mark.soak)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", list(damage_cases()))
+@pytest.mark.parametrize("number", list(cases([*DAMAGES.values()], DAMAGE_CASES)))
 def test_damage_at_rest_changes_no_answer(request, tmp_path, caches, asked, number):
     with repeatable(request):
         damage = list(DAMAGES.values())[number % len(DAMAGES)]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from chaos_damages import DAMAGES, Caches, instance_of, spoiled
+from chaos_damages import BELOW_ENGINES, Caches, cases, instance_of, spoiled
 from host_pools import SGLangHostPool, pretend_identity, storage_config
 from kept_results import KeptResults
 from test_sglang_storage import keys_of, leader_of, on_disk, wait_until
@@ -22,7 +22,6 @@ from kvbm.engines.sglang import storage
 from kvbm.errors import EnvironmentProblem
 
 CASES = 270
-KINDS = [one for one in DAMAGES.values() if not one.is_plain_user]  # root is above permissions
 LAYOUTS = ("page_first_direct", "layer_first")
 PAGE_TOKENS = 256  # 12 sectors of 4 KiB
 DISK_PAGES = 72
@@ -117,16 +116,6 @@ def counted():
         results.add({"what": "damages at rest", **found})
 
 
-def cases():
-    """All kinds in turn; the first of each area also runs without `-m soak`."""
-    areas = set()
-    for number in range(CASES):
-        one = KINDS[number % len(KINDS)]
-        marks = () if one.area not in areas else pytest.mark.soak
-        areas.add(one.area)
-        yield pytest.param(number, id=f"{number}-{one.name}", marks=marks)
-
-
 def read(backend, pool, keys, right, counted, chosen):
     """Read pages into random places; return how many came, up to the first that did not."""
     places = chosen.sample(range(pool.page_num), len(keys))
@@ -156,9 +145,9 @@ def are_stored_again(backend, pool, right, counted, chosen):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", list(cases()))
+@pytest.mark.parametrize("number", list(cases(BELOW_ENGINES, CASES)))
 def test_damage_at_rest_makes_no_page_wrong(number, tmp_path, caches, contents, counted):
-    damage, layout = KINDS[number % len(KINDS)], LAYOUTS[number // len(KINDS) % len(LAYOUTS)]
+    damage, layout = BELOW_ENGINES[number % len(BELOW_ENGINES)], LAYOUTS[number // len(BELOW_ENGINES) % len(LAYOUTS)]
     chosen = random.Random(f"1/{number}")
     right = {key: content for (of, key), content in contents.items() if of == layout}
     other = chosen.choice(("weights", "dtype"))

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from chaos_damages import DAMAGES, Caches, instance_of, spoiled
+from chaos_damages import BELOW_ENGINES, Caches, instance_of, spoiled
 from chaos_faults import kill, paused
 from exchanges import save_twin
 from kept_results import KeptResults, row_of
@@ -34,7 +34,6 @@ DISK_FAULTS = Path(__file__).parents[1] / "embedded" / "disk_faults"
 FAULT_CASES = 30
 CASE_PROMPTS = 4
 DAMAGE_CASES = 30  # test_sglang_damages.py has 270 more
-DAMAGE_KINDS = [one for one in DAMAGES.values() if not one.is_plain_user]  # root is above permissions
 DAMAGED_BLOCKS = 100
 PROMPTS = [Request(tokens(random.Random(f"prompt {number}"), 300 + 20 * number), 8) for number in range(16)]
 TALKS = conversations(40, turns=5, seed=3)
@@ -194,7 +193,7 @@ def test_damages_at_rest_cost_misses_and_change_no_answer(model, expected, other
         slot_bytes = (instance_of(home / "ended") / "arena").stat().st_size // DAMAGED_BLOCKS // 4096 * 4096
         caches = Caches(home / "ended", home / "killed", home / "older", other, slot_bytes)
         for number in range(DAMAGE_CASES):
-            damage = DAMAGE_KINDS[number * len(DAMAGE_KINDS) // DAMAGE_CASES]
+            damage = BELOW_ENGINES[number * len(BELOW_ENGINES) // DAMAGE_CASES]
             chosen = random.Random(f"damage {number}")
             (case := home / f"{number}").mkdir()
             kinds[damage.area] += 1

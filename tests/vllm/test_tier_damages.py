@@ -23,10 +23,9 @@ from kvbm.engines.vllm import secondary_tier
 from kvbm.errors import EnvironmentProblem
 
 sys.path.append(str(Path(__file__).parents[1] / "chaos"))
-from chaos_damages import DAMAGES, Caches, instance_of, spoiled
+from chaos_damages import BELOW_ENGINES, Caches, cases, instance_of, spoiled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-KINDS = [one for one in DAMAGES.values() if not one.is_plain_user]  # root is above permissions
 AT_REST, LIVE, STOPS = 300, 30, 50
 BLOCKS = 72
 OLD, WRITTEN = [key_of(number) for number in range(30)], [key_of(number) for number in range(100, 160)]
@@ -100,19 +99,9 @@ def are_stored_again(rig, counts):
     return any(look(rig, NEW, counts) == len(NEW) for _ in range(10))  # a busy machine may be late for one
 
 
-def cases():
-    """All kinds in turn; the first of each area also runs without `-m soak`."""
-    areas = set()
-    for number in range(AT_REST):
-        one = KINDS[number % len(KINDS)]
-        marks = () if one.area not in areas else pytest.mark.soak
-        areas.add(one.area)
-        yield pytest.param(number, id=f"{number}-{one.name}", marks=marks)
-
-
-@pytest.mark.parametrize("number", list(cases()))
+@pytest.mark.parametrize("number", list(cases(BELOW_ENGINES, AT_REST)))
 def test_damage_at_rest_makes_no_block_wrong(number, tmp_path, caches, counted):
-    damage, chosen = KINDS[number % len(KINDS)], Random(f"1/{number}")
+    damage, chosen = BELOW_ENGINES[number % len(BELOW_ENGINES)], Random(f"1/{number}")
     counts = counted[0]["damages at rest"]
     with spoiled(damage, caches, tmp_path / "disk", chosen) as site:
         try:

@@ -195,6 +195,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
             g1_blocks=len(self._rows),
         )
         self._telemetry.watch(self._leader, idle_engine.wake)
+        log.info("kvbm: %d blocks of %d bytes between vLLM's host memory and the tiers", *self._segment.payload.shape)
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and names of a row."""
