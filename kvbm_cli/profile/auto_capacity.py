@@ -5,8 +5,9 @@
            of unused caches, - a margin
 
 Available is the least of the machine, of its control groups and, if the ranks bind their memory, of the NUMA nodes of
-the GPUs. On a CPU, the engine itself takes weights and G1. The chosen size is bytes from here on, in the profile that
-an engine gets: every rank has an equal part of it, and the rank with the fewest slots decides for all (Region.map).
+the GPUs. On a CPU, the engine itself takes weights, G1 and what its processes need. The chosen size is bytes from here
+on, in the profile that an engine gets: every rank has an equal part of it, and the rank with the fewest slots decides
+for all (Region.map).
 `kvbm serve` chooses under a lock of the machine and claims the memory (memory_claims.py). A size that was chosen
 without the lock is only shown. If nothing can be spared, a tier is a buffer of BOUNCE_BLOCKS, or of half of what is
 available.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 UNIT = 1 << 20  # chosen sizes are multiples of it
 LEAST_BYTES = 64 * UNIT  # if only the engine knows the size of a block
 SHARED_MEMORY = "/dev/shm"
+PROCESS_BYTES = 512 << 20  # of an engine's server, and of each rank with its libraries: 0.43 to 0.45 GiB in vLLM 0.32
 HUGE_SHARE = 64  # of a segment in huge pages, for its control words: 1 / HUGE_SHARE
 
 
@@ -77,8 +79,8 @@ def with_capacities(
 
 
 def engine_bytes(profile: Profile, sizing: Sizing | SizeUnknown | None) -> int | None:
-    """Return the host memory that the engines of a profile take for themselves: weights and G1 on a CPU, or SGLang's
-    own cache. None if only the engine knows."""
+    """Return the host memory that the engines of a profile take for themselves: weights, G1 and processes on a CPU, or
+    SGLang's own cache. None if only the engine knows."""
     kind, device = kind_of(profile), None
     if sizing is not None and not isinstance(sizing, SizeUnknown) and sizing.device is not None:
         device = sizing.device.total_bytes
@@ -89,10 +91,11 @@ def engine_bytes(profile: Profile, sizing: Sizing | SizeUnknown | None) -> int |
             return None
         total += own.needed_bytes + own.left_bytes
     if kind.uses_host_memory(profile):
-        if device is None:
+        if device is None or sizing is None or isinstance(sizing, SizeUnknown):
             return None
+        processes = PROCESS_BYTES * (1 + sizing.rank_count)
         engines = kind.copies(profile) * max(1, profile.disaggregated.prefill + profile.disaggregated.decode)
-        total += (device + _weights(profile)) * engines
+        total += (device + _weights(profile) + processes) * engines
     return total
 
 

@@ -23,7 +23,7 @@ from kvbm.tiers.disk.superblock import Superblock, write_superblock
 from kvbm_cli.bench import engines
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.auto_capacity import with_capacities
+from kvbm_cli.profile.auto_capacity import PROCESS_BYTES, with_capacities
 from kvbm_cli.profile.machine_problems import _memory as memory_problems  # of another machine
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.runs import memory_claims
@@ -111,7 +111,14 @@ def test_on_a_cpu_the_blocks_of_the_engine_come_first(tmp_path):
     small, _ = host_of(resolve(tmp_path, CPU % 1000), machine)
     large, reason = host_of(resolve(tmp_path, CPU % 81_000), machine)
     assert small - large == 80_000 * 128 * 1024 // MIB * MIB
-    assert "- 9.9 GiB for the embedded engine itself" in reason
+    assert "- 10.9 GiB for the embedded engine itself" in reason
+
+
+def test_on_a_cpu_each_rank_is_a_process_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvbm.engines.vllm.kind.VllmKind.runs_on_cpu", lambda self, profile: True)
+    machine, blocks = Machine(tmp_path, 64 * GIB), "engine.arguments.num_gpu_blocks_override=100"
+    one, two, four = (host_of(resolve(tmp_path, GPU % ranks, blocks), machine)[0] for ranks in (1, 2, 4))
+    assert (one - two, one - four) == (PROCESS_BYTES, 3 * PROCESS_BYTES)
 
 
 def test_what_an_engine_takes_must_be_known(tmp_path, monkeypatch):
