@@ -6,19 +6,23 @@
 The choices are `eviction: lru` or `adaptive`, and `offload.to_host: always` or `on_evict`. The defaults are `adaptive`
 and `auto`, as an engine without a disk chooses it. The product's own leader copies blocks and looks for them. G1 is a
 prefix cache that evicts like vLLM: the least recently used block first, the tail of a chain before its head. There is
-one request at a time, which computes PREFILL_BLOCKS in a step; copies end in the step that orders them. No bytes move.
+one request at a time, which computes PREFILL_BLOCKS in a step, and those of `--profile` one token of the answer in each
+of the following ones; copies end in the step that orders them. No bytes move.
 
-Without files, the generated workloads of `hit_rates.py` are used. Exits with 1 if the defaults have more than 2 % fewer
-hits than the best choice.
+Without files, the generated workloads of `hit_rates.py` are used. `--profile` measures the workload of shipped profiles
+with their own sizes, as `kvbm bench` sends it. Exits with 1 if the defaults have more than 2 % fewer hits than the best
+choice.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import mmap
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from sparse_segments import sparse_segment  # noqa: E402
 
 from kvbm.config.schema import Tiers  # noqa: E402
 from kvbm.core.shadow_caches import ADAPTIVE, EVICTIONS, NAME_BYTES  # noqa: E402
+from kvbm.engines.table import load as load_profile  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region  # noqa: E402
 from kvbm.host.segment import Segment  # noqa: E402
@@ -40,6 +45,11 @@ from kvbm.leader.leader import Leader  # noqa: E402
 from kvbm.tiers.settings import HELD_SHARE_OF_G1, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 from kvbm_cli.bench.trace.hit_rates import name_of  # noqa: E402
+from kvbm_cli.bench.workload.build import build_script  # noqa: E402
+from kvbm_cli.bench.workload.files import load_workload  # noqa: E402
+from kvbm_cli.bench.workload.script import AnswerOf, LengthWriter, length_of  # noqa: E402
+from kvbm_cli.package_data import profiles_directory  # noqa: E402
+from kvbm_cli.profile.size import size_of  # noqa: E402
 
 CHOICES = [(eviction, to_host) for eviction in EVICTIONS for to_host in ("always", "on_evict")]
 DEFAULTS = (ADAPTIVE, "auto")
@@ -139,7 +149,7 @@ class Engine:
         )
         self._leader = Leader(Region.map([info]), settings, callbacks)
 
-    def serve(self, request_id: str, names: Sequence[bytes]) -> None:
+    def serve(self, request_id: str, names: Sequence[bytes], answer_tokens: int) -> None:
         leader, blocks = self._leader, self.g1.find(names)
         start = len(blocks)
         while (loaded := leader.match(request_id, names, start)) is None:
@@ -158,6 +168,9 @@ class Engine:
             self._step()
             if len(blocks) == len(names):
                 break
+        for _ in range(answer_tokens):
+            leader.offload(request_id, names, blocks, computed_blocks=len(blocks), prompt_blocks=len(names))
+            self._step()
         leader.finish(request_id, names)
         self.g1.release(blocks[::-1])
         self._step()
@@ -172,43 +185,67 @@ class Engine:
         return self._leader.settle()
 
 
-Request = tuple[float, list[bytes]]  # when, and the names of its blocks
+Request = tuple[float, list[bytes], int]  # when, the names of its blocks, and the tokens of its answer
 
 
 def parts(requests: Sequence[Request], g1: int, host: int, choice: tuple[str, str]) -> list[float]:
     """Return which part of all blocks was found in G1, and in host memory, and which was copied to host memory."""
     engine = Engine(g1, host, *choice)
-    for number, (at_s, names) in enumerate(requests):
+    for number, (at_s, names, answer_tokens) in enumerate(requests):
         engine.now_s = at_s
-        engine.serve(f"r{number}", names)
-    total = sum(len(names) for _, names in requests)
+        engine.serve(f"r{number}", names, answer_tokens)
+    total = sum(len(names) for _, names, _ in requests)
     return [round(count / total, 4) for count in (*engine.hits.values(), engine.copied)]
 
 
 def measure(name: str, workload: Workload, options: argparse.Namespace) -> list[dict[str, Any]]:
     tree, uses = workload
     uses = uses[: options.requests]
-    requests = [(one.at_s, [name_of(node) for node in tree.path(one.use.prompt)[::-1]]) for one in uses]
-    blocks = len({block for _, names in requests for block in names})
-    longest = max(len(names) for _, names in requests)
+    requests = [(one.at_s, [name_of(node) for node in tree.path(one.use.prompt)[::-1]], 0) for one in uses]
+    blocks = len({block for _, names, _ in requests for block in names})
+    longest = max(len(names) for _, names, _ in requests)
     points = []
     for share in options.shares:
         g1 = max(round(share * blocks), longest + 1)
-        for ratio in options.ratios:
-            host = max(1, round(ratio * g1))
-            found = {" ".join(one): parts(requests, g1, host, one) for one in (*CHOICES, DEFAULTS)}
-            hits = {one: in_g1 + in_host for one, (in_g1, in_host, _) in found.items()}
-            best = max(hits[" ".join(one)] for one in CHOICES)
-            loss = 1 - hits[" ".join(DEFAULTS)] / best if best else 0.0
-            points.append({"g1_blocks": g1, "host_blocks": host, "g1_host_copied": found, "loss": round(loss, 4)})
-            shown = "  ".join(f"{one} {rate:.4f}" for one, rate in hits.items())
-            print(f"{name:<14}G1 {g1:>7}  host {ratio:>4} x G1  {shown}  loss {loss:+.2%}", flush=True)
+        points += [point(name, requests, g1, max(1, round(ratio * g1))) for ratio in options.ratios]
     return points
+
+
+def point(name: str, requests: Sequence[Request], g1: int, host: int) -> dict[str, Any]:
+    found = {" ".join(one): parts(requests, g1, host, one) for one in (*CHOICES, DEFAULTS)}
+    hits = {one: in_g1 + in_host for one, (in_g1, in_host, _) in found.items()}
+    best = max(hits[" ".join(one)] for one in CHOICES)
+    loss = 1 - hits[" ".join(DEFAULTS)] / best if best else 0.0
+    shown = "  ".join(f"{one} {rate:.4f}" for one, rate in hits.items())
+    print(f"{name:<14}G1 {g1:>7}  host {host / g1:>4.1f} x G1  {shown}  loss {loss:+.2%}", flush=True)
+    return {"g1_blocks": g1, "host_blocks": host, "g1_host_copied": found, "loss": round(loss, 4)}
+
+
+def shipped(profile: str) -> tuple[Sequence[Request], int, int]:
+    """Return the requests of a profile's workload, one per second, and the blocks of its G1 and host memory."""
+    resolved = load_profile(profile, directories=[profiles_directory()])
+    sizing = size_of(resolved)
+    assert sizing.device is not None
+    workload = load_workload(resolved.profile.bench.workload)
+    script = build_script(workload, LengthWriter(), seed=workload.seed)
+    requests = []
+    for number, request in enumerate(script.requests):
+        tokens = []
+        for part in request.parts:
+            source = part if isinstance(part, AnswerOf) else id(part)
+            tokens += [(source, place) for place in range(length_of(part))]
+        digest, names = hashlib.blake2b(digest_size=NAME_BYTES), []
+        for start in range(0, len(tokens) - sizing.block_tokens + 1, sizing.block_tokens):
+            digest.update(repr(tokens[start : start + sizing.block_tokens]).encode())
+            names.append(digest.digest())
+        requests.append((float(number), names, request.answer_tokens or 0))
+    return requests, sizing.device.block_count, sizing.host.block_count
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE", help="trace in Mooncake's format")
+    parser.add_argument("--profile", action="append", default=[], help="a shipped profile with a workload")
     parser.add_argument("--requests", type=int, help="only so many requests of each trace")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.03], help="G1, of a trace's blocks")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="host memory, of G1")
@@ -217,15 +254,17 @@ def main() -> int:
     results: dict[str, Any] = {}
     if options.output and options.output.exists():
         results = json.loads(options.output.read_text())["traces"]
-    for name, workload in workloads(options.trace, with_generated=not options.trace):
-        results[name] = measure(name, workload, options)
+    measured = ((name, [point(name, *shipped(name))]) for name in options.profile)
+    named = workloads(options.trace, with_generated=not options.trace and not options.profile)
+    for name, points in chain(measured, ((name, measure(name, workload, options)) for name, workload in named)):
+        results[name] = points
         if options.output:
-            command = "python bench/eviction/device_and_host.py --trace NAME=FILE --requests N"
+            command = "python bench/eviction/device_and_host.py [--trace NAME=FILE --requests N] [--profile NAME]"
             report = {**facts(()), "command": command, "requests": options.requests, "traces": results}
             options.output.write_text(json.dumps(report, indent=1) + "\n")
-    missed = [(name, point) for name, points in results.items() for point in points if point["loss"] > TOLERANCE]
-    for name, point in missed:
-        print(f"missed: {name}: {json.dumps(point)}", file=sys.stderr)
+    missed = [(name, one) for name, points in results.items() for one in points if one["loss"] > TOLERANCE]
+    for name, one in missed:
+        print(f"missed: {name}: {json.dumps(one)}", file=sys.stderr)
     return 1 if missed else 0
 
 
