@@ -398,9 +398,9 @@ MUTANTS = (
     Mutant(
         name="tiers-that-hang-hold-up-a-start-one-after-the-other",
         bug="a start with two tiers that hang takes two deadlines",
-        file="kvbm/leader/opening.py",
-        old="    try:\n        shared = _begin_shared(",
-        new="    try:\n        _ = disk and disk.await_opening()\n        shared = _begin_shared(",
+        file="kvbm/engines/opening.py",
+        old="                begun.append(tier)\n",
+        new="                begun.append(tier)\n                tier[0].await_opening()\n",
         fails="tests/leader/test_late_identity.py -k as_long_as_one",
     ),
     Mutant(
