@@ -290,7 +290,7 @@ def test_no_two_rooms_import_each_other():
 
 
 # Imports for annotations that close a circle: (module, imported module). To be emptied.
-KNOWN_BACK_IMPORTS = {("kvbm.core.blocks", "kvbm.core.store"), ("kvbm.device.cuda", "kvbm.device.copier")}
+KNOWN_BACK_IMPORTS = {("kvbm.device.cuda", "kvbm.device.copier")}
 KNOWN_DUPLICATES = set()  # class names defined twice. To stay empty.
 
 

@@ -51,7 +51,6 @@ START_UP = (
     *("__init__", "accept_handshake", "bind_wake", "bind_block_pool", "register_kv_pool", "_create_leader"),
     *("metrics", "shutdown"),
 )
-OF_THE_GARBAGE_COLLECTOR = ("_report_leak",)  # not called in a hook
 
 
 def methods_of(*classes):
@@ -61,7 +60,7 @@ def methods_of(*classes):
         for owner in classes
         for name, method in vars(owner).items()
         if inspect.isfunction(method) and not hasattr(method, "__wrapped__")
-        if name not in (*START_UP, *OF_THE_GARBAGE_COLLECTOR)
+        if name not in START_UP
     ]
 
 
