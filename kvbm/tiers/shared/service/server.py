@@ -12,8 +12,7 @@ import os
 import sys
 
 from kvbm.child.channel import Channel
-from kvbm.child.child import LogRelay
-from kvbm.child.serving import Send, StorageServer, serve_leader
+from kvbm.child.child import LogRelay, Send, StorageServer, serve_leader
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.tiers.shared.extent_format import ExtentFormat
