@@ -22,7 +22,7 @@ from kvbm.host import tree
 from kvbm.tiers.disk.directory import InstanceLock, remove_instance
 from kvbm_cli.doctor.probes.store import PREFIX, probe
 from kvbm_cli.store.directory_access import DirectoryAccess
-from kvbm_cli.store.open import open_inventory
+from kvbm_cli.store.inventory import open_inventory
 from kvbm_cli.system import leftovers
 from kvbm_cli.system.filesystem import remove_tree, write_atomically
 

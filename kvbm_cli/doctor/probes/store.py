@@ -69,7 +69,7 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = l
     if url.startswith("mooncake:"):
         return _probe_pool(url, seconds=seconds, writes=writes, on_phase=on_phase)
     from kvbm_cli.store.directory_access import DirectoryAccess
-    from kvbm_cli.store.open import open_access
+    from kvbm_cli.store.inventory import open_access
 
     directory = directory_of(url)
     is_new = directory is not None and not directory.exists()
