@@ -189,9 +189,13 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.trtllm_integration", ("kvbm.engines.trtllm.connector",)),
     Rule("kvbm.sglang_integration", ("kvbm.engines.sglang.storage",)),
     Rule("kvbm.embedded"),
-    Rule("kvbm_cli.cache.disk_verification", ("kvbm.tiers.disk", "kvbm.host.processes")),  # imported by its command
+    Rule("kvbm_cli.cache.disk_verification", ("kvbm.tiers.disk", "kvbm.host")),  # imported by its command
     Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.tiers.disk",)),  # runs in the process of the probe
-    Rule("kvbm_cli.system", ("kvbm.child.start", "kvbm.host.processes", "kvbm.host.tree"), lazily=(*ENGINES, "numpy")),
+    Rule(
+        "kvbm_cli.system",
+        ("kvbm.child.start", "kvbm.host.mounts", "kvbm.host.processes", "kvbm.host.tree"),
+        lazily=(*ENGINES, "numpy"),
+    ),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
 SUBJECTS = (
