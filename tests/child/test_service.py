@@ -17,8 +17,7 @@ from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
 
 from kvbm.child import deadlines
 from kvbm.child.channel import HEADER
-from kvbm.child.service import ChildService
-from kvbm.child.service_process import ServiceProcess
+from kvbm.child.service import ChildService, ServiceProcess
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 from waiting import eventually
 
-from kvbm.child import deadlines, service_process
+from kvbm.child import deadlines, service
 from kvbm.config.schema import ConnectorConfig
 from kvbm.engines.opening import EngineAtStart, namespace_of, open_tiers
 from kvbm.errors import EnvironmentProblem
@@ -40,7 +40,7 @@ def opened(tmp_path, segments, *names, identity, space=types.MappingProxyType({"
     config = ConnectorConfig.model_validate({"tiers": {name: tiers[name] for name in ("host", *names)}})
     engine = EngineAtStart(segments, EngineTraits(16), 8, lambda: identity)
     begun = open_tiers(config, engine, LeaderSettings.of(config, segments, engine.traits, g1_blocks=8))
-    return [service for service, _ in begun]
+    return [tier for tier, _ in begun]
 
 
 @pytest.mark.parametrize("doubt", ["", "why"])
@@ -93,8 +93,8 @@ def children(monkeypatch):
             os.kill(child.pid, signal.SIGSTOP)
         return child, channel
 
-    start_child = service_process.start_child
-    monkeypatch.setattr(service_process, "start_child", start)
+    start_child = service.start_child
+    monkeypatch.setattr(service, "start_child", start)
     return found
 
 

@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="disk-fails-tickets-of-a-living-process",
         bug="Tickets fail when the channel ends, although the process may still write into host memory.",
-        file="kvbm/child/service_process.py",
+        file="kvbm/child/service.py",
         old="        if not (is_expected or is_gone(self.pid)):",
         new="        if False:",
         fails="tests/child/test_service.py -k broken_channel",

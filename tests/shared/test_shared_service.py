@@ -16,7 +16,7 @@ from conftest import fresh_place, set_environment
 from fault_proxy import FaultProxy
 from storage_rig import HASH_BYTES, NAMESPACE, make_hash, pattern
 
-from kvbm.child import deadlines, service_process
+from kvbm.child import deadlines, service
 from kvbm.child.channel import Channel
 from kvbm.child.child import Opening
 from kvbm.child.parent import is_gone
@@ -296,7 +296,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_an_error_that_names_it(mon
 @pytest.fixture
 def stopped(monkeypatch):
     """Processes that are stopped before they open their store."""
-    start, pids = service_process.start_child, []
+    start, pids = service.start_child, []
 
     def start_and_stop(module, what):
         child, channel = start(module, what)
@@ -305,7 +305,7 @@ def stopped(monkeypatch):
         return child, channel
 
     monkeypatch.setattr(deadlines, "START_LIMIT_S", 0.5)
-    monkeypatch.setattr(service_process, "start_child", start_and_stop)
+    monkeypatch.setattr(service, "start_child", start_and_stop)
     return pids
 
 
