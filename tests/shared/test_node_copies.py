@@ -71,7 +71,7 @@ def are_read_once(proxy, processes, numbers):
     before = copies_read(processes)
     tickets = [(rig, rig.start_get(number, number % OBJECTS), number) for number in numbers for rig in processes]
     for rig, ticket, number in tickets:
-        assert rig.wait(ticket).is_good == (True,)
+        assert rig.wait(ticket).outcome is Outcome.GOOD
         assert rig.holds(number, number % OBJECTS)
     assert len(proxy.objects_asked) == OBJECTS
     once = set(proxy.objects_asked.values()) == {1}
@@ -93,7 +93,7 @@ def test_what_a_killed_engine_was_reading_another_one_reads(proxy, processes):
     os.kill(first.client.pid, signal.SIGKILL)
     proxy.fault = None
     for number, ticket in enumerate(others):
-        assert second.wait(ticket).is_good == (True,)
+        assert second.wait(ticket).outcome is Outcome.GOOD
         assert second.holds(number, number)
     assert {first.wait(ticket).outcome for ticket in mine} == {Outcome.FAILED}
     assert second.client.is_on
@@ -115,7 +115,7 @@ def test_a_stopped_engine_delays_others_once(proxy, processes):
             began_s = time.monotonic()
             tickets = [second.start_get(number, number) for number in numbers]
             for number, ticket in zip(numbers, tickets, strict=True):
-                assert second.wait(ticket).is_good == (True,)
+                assert second.wait(ticket).outcome is Outcome.GOOD
                 assert second.holds(number, number)
             assert time.monotonic() - began_s < limit_s
         assert second.client.is_on
@@ -153,13 +153,13 @@ def pair(tmp_path):
 
 
 def assert_read(rig, number=0):
-    assert all(rig.get(make_run(number)).is_good)
+    assert rig.get(make_run(number)).outcome is Outcome.GOOD
     assert all(rig.holds(32 + position, name) for position, name in enumerate(make_run(number)))
 
 
 def test_a_copy_has_also_what_its_reader_skipped(pair):
     first, second = pair
-    assert first.get(make_run(0), wanted={1}).is_good == (False, True, False, False)
+    assert first.get(make_run(0), wanted={1}).outcome is Outcome.GOOD
     assert first.holds(33, make_run(0)[1])
     assert_read(second)
     assert (first.counting.count, second.counting.count) == (1, 0)

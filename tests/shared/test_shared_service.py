@@ -123,7 +123,7 @@ def url(tmp_path):
 def test_runs_come_back_through_the_process(url):
     with opened(url) as rig:
         assert rig.put(0).outcome is Outcome.GOOD
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
         assert rig.holds(0)
         assert rig.wait(rig.submit(Probe, [make_hash(0), make_hash(1)])).present == 1
         assert rig.client.counters.probes == 1
@@ -139,12 +139,12 @@ def test_a_store_whose_blocks_get_their_name_later_has_the_runs_of_that_name(url
         named.set_result(NAME)
         rig.await_that(lambda: rig.client.is_on)
         assert (rig.client.extent_blocks, rig.client.restarts, rig.client.counters.times_off) == (1, 0, 0)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
         assert rig.holds(0)
         pid = rig.client.pid
         os.kill(pid, signal.SIGKILL)
         rig.await_that(lambda: rig.client.restarts == 1 and rig.client.is_on)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
 
 
 @pytest.mark.parametrize("name", [None, "never"])
@@ -221,7 +221,7 @@ def test_a_process_that_starts_again_with_another_secret_stays_off(url, tmp_path
         assert not rig.client.is_on
         key_file.write_text("a" * 32)
         rig.await_that(lambda: rig.client.is_on)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
 
 
 def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monkeypatch):
@@ -236,13 +236,13 @@ def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monke
             os.kill(rig.client.pid, signal.SIGKILL)
             results = [rig.wait(ticket) for ticket in tickets]
             assert {result.outcome for result in results} == {Outcome.FAILED}
-            assert not any(flag for result in results for flag in result.is_good)
+            assert not any(result.outcome is Outcome.GOOD for result in results)
             assert not rig.client.is_on
             assert rig.get(0).outcome is Outcome.FAILED  # at once, without a process
             proxy.fault = None
             rig.await_that(lambda: rig.client.is_on)
             assert rig.client.restarts == 1
-            assert rig.get(0).is_good == (True,)
+            assert rig.get(0).outcome is Outcome.GOOD
             assert rig.holds(0)
             assert rig.client.counters.writes_saved == 1  # of both processes
 
@@ -260,7 +260,7 @@ def test_a_stopped_process_keeps_its_orders_and_is_used_again_when_it_continues(
             assert ticket not in rig.ended  # it may still write into the slot
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert rig.wait(ticket).is_good == (True,)
+        assert rig.wait(ticket).outcome is Outcome.GOOD
         assert rig.holds(0)
         assert rig.client.is_on
         assert (rig.client.pid, rig.client.restarts) == (pid, 0)
@@ -339,7 +339,7 @@ def test_a_process_whose_read_never_ends_is_replaced(url, monkeypatch):
         assert rig.wait(rig.start_get(0, 1)).outcome is Outcome.FAILED
         assert not is_running(pid)
         rig.await_that(lambda: rig.client.is_on)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
 
 
 def test_credentials_are_neither_in_arguments_nor_in_messages_nor_in_the_log(server_of, monkeypatch, caplog):
