@@ -84,7 +84,7 @@ MUTANTS = (
         name="disk-cache-of-another-model-is-taken-over",
         bug="An instance in the directory of a model is used whatever model its superblock names.",
         file="kvbm/tiers/disk/instance.py",
-        old="if former.namespace != self.namespace.digest.hex():",
+        old="if former.namespace != self.superblock.namespace:",
         new="if False:",
         fails="tests/disk/test_corruption.py -k another_model",
     ),
