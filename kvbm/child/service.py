@@ -348,11 +348,6 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
         return self.process.is_silent or (self._is_lost and self._is_answer_due)
 
     @property
-    def pid(self) -> int:
-        """That of the process, 0 before the first one."""
-        return self.process.pid
-
-    @property
     def counters(self) -> Counters:
         """The sum of all processes."""
         counters = self.process.counters

@@ -544,7 +544,7 @@ def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
 
 
 def kill_disk(engine):
-    pid = tier_of(engine.leader, Tier.DISK).disk.pid
+    pid = tier_of(engine.leader, Tier.DISK).disk.process.pid
     assert pid > 0, "the disk process has not started"
     with suppress(ProcessLookupError):  # it has ended, and the engine does not know it yet
         os.kill(pid, signal.SIGKILL)
@@ -644,7 +644,7 @@ def test_a_reset_between_two_disk_processes_is_durable(written):
 
 @contextmanager
 def stopped_disk(engine):
-    pid = tier_of(engine.leader, Tier.DISK).disk.pid
+    pid = tier_of(engine.leader, Tier.DISK).disk.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -763,7 +763,7 @@ def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected, 
         engine.ask(prompt(1, LENGTH))
         engine.ask(prompt(2, LENGTH))
         rest(engine)
-        pid = tier_of(engine.leader, Tier.DISK).disk.pid
+        pid = tier_of(engine.leader, Tier.DISK).disk.process.pid
         os.kill(pid, signal.SIGSTOP)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < LONGEST_STOP_S

@@ -67,7 +67,7 @@ def test_a_file_system_without_hard_links_is_written_and_may_be_written_twice(ro
         assert rig.put(RUN).outcome is Outcome.GOOD
         assert rig.get(RUN).outcome is Outcome.GOOD
         (content,) = [(root / rig.key(RUN)).read_bytes()]
-        again = rig.store.put([Outgoing(rig.key(RUN), [content], len(content))])
+        again = rig.store.put([Outgoing(rig.key(RUN), [content])])
     assert [answer.outcome for answer in again] == [Outcome.GOOD]
     assert files(root) == [RUN[-1].hex()]
 
@@ -78,7 +78,7 @@ def test_of_engines_that_write_an_object_at_the_same_time_one_creates_it(root):
 
         def write(rig, value):
             start.wait()
-            answers.extend(rig.store.put([Outgoing(rig.key(RUN), [bytes([value]) * (1 << 20)], 1 << 20)]))
+            answers.extend(rig.store.put([Outgoing(rig.key(RUN), [bytes([value]) * (1 << 20)])]))
 
         threads = [threading.Thread(target=write, args=one) for one in ((first, 1), (second, 2))]
         for thread in threads:
@@ -92,7 +92,7 @@ def test_of_engines_that_write_an_object_at_the_same_time_one_creates_it(root):
 
 def test_a_write_of_an_object_that_exists_is_measured_since_its_bytes_are_written_first(root):
     with opened(f"file://{root}") as first, opened(f"file://{root}") as second:
-        one = Outgoing(first.key(RUN), [bytes(4096)], 4096)
+        one = Outgoing(first.key(RUN), [bytes(4096)])
         assert [answer.outcome for rig in (first, second) for answer in rig.store.put([one])] == [
             Outcome.GOOD,
             Outcome.EXISTS,
@@ -104,7 +104,7 @@ def test_a_write_of_an_object_that_exists_is_measured_since_its_bytes_are_writte
 def test_a_directory_that_cannot_be_created_is_a_failed_write_and_no_object_that_exists(rig, root, replaces):
     key = rig.key(RUN)
     (root / key).parent.symlink_to("/nonexistent")
-    (answer,) = rig.store.put([Outgoing(key, [b"x"], 1, replaces=replaces)])
+    (answer,) = rig.store.put([Outgoing(key, [b"x"], replaces=replaces)])
     assert answer.outcome is Outcome.FAILED
 
 

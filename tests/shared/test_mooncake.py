@@ -35,7 +35,7 @@ def pool(tmp_path):
 
 def accepts_writes(rig):
     """Whether an owner is there: the master learns of it some time after its start."""
-    return rig.store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD
+    return rig.store.put([Outgoing("first", [b"x"])])[0].outcome is Outcome.GOOD
 
 
 def ready(pool, rig):
@@ -119,17 +119,17 @@ def test_an_object_of_this_name_is_kept_unless_it_is_replaced(rig):
         assert rig.store.get([Incoming("k", [memoryview(content)], 64)])[0].outcome is Outcome.GOOD
         return content
 
-    rig.store.put([Outgoing("k", [first], 64, replaces=True)])
-    rig.store.put([Outgoing("k", [second], 64)])
+    rig.store.put([Outgoing("k", [first], replaces=True)])
+    rig.store.put([Outgoing("k", [second])])
     assert found() == first
-    rig.store.put([Outgoing("k", [second], 64, replaces=True)])
+    rig.store.put([Outgoing("k", [second], replaces=True)])
     assert found() == second
 
 
 @pytest.mark.parametrize("length", [100, 500_000])
 def test_an_object_of_another_length_is_bad(rig, length):
     run = make_run(0)
-    rig.store.put([Outgoing(rig.key(run), [bytes(length)], length)])
+    rig.store.put([Outgoing(rig.key(run), [bytes(length)])])
     assert rig.assert_a_miss(run).outcome is Outcome.BAD
 
 

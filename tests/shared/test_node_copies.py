@@ -90,7 +90,7 @@ def test_what_a_killed_engine_was_reading_another_one_reads(proxy, processes):
     mine = [first.start_get(number, number) for number in range(4)]
     second.await_that(lambda: len(proxy.objects_asked) == 4)
     others = [second.start_get(number, number) for number in range(4)]
-    os.kill(first.client.pid, signal.SIGKILL)
+    os.kill(first.client.process.pid, signal.SIGKILL)
     proxy.fault = None
     for number, ticket in enumerate(others):
         assert second.wait(ticket).outcome is Outcome.GOOD
@@ -108,7 +108,7 @@ def test_a_stopped_engine_delays_others_once(proxy, processes):
     for number in range(8):
         first.start_get(number, number)
     second.await_that(lambda: len(proxy.objects_asked) == 8)
-    os.kill(first.client.pid, signal.SIGSTOP)
+    os.kill(first.client.process.pid, signal.SIGSTOP)
     try:
         proxy.fault = None
         for numbers, limit_s in ((range(4), 1.5), (range(4, 8), 0.5)):
@@ -120,7 +120,7 @@ def test_a_stopped_engine_delays_others_once(proxy, processes):
             assert time.monotonic() - began_s < limit_s
         assert second.client.is_on
     finally:
-        os.kill(first.client.pid, signal.SIGCONT)
+        os.kill(first.client.process.pid, signal.SIGCONT)
 
 
 class Counting:

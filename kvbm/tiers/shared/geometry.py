@@ -101,7 +101,7 @@ class ExtentGeometry:
         described = form.describe(order.hashes, checksums, protection=self.protection.code, tenant=order.tenant)
         payload: Sequence[Buffer] = [shard for block in blocks for shard in block]
         seal, payload = self.protection.seal(tenant, described, payload)
-        return Outgoing(key, [form.header(described, seal), *payload], form.object_bytes, order.replaces)
+        return Outgoing(key, [form.header(described, seal), *payload], order.replaces)
 
     def _checksums(self, order: Get) -> list[bytes]:
         pairs = zip(order.hashes, order.host_slots, strict=True)

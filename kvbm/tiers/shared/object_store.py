@@ -40,7 +40,6 @@ class Outgoing:
 
     key: str
     buffers: Sequence[Buffer]
-    length: int
     replaces: bool = False
 
 

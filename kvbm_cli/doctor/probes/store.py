@@ -281,7 +281,7 @@ class _MooncakeProbe:
 
     def _put(self, keys: Sequence[str], contents: Sequence[memoryview]) -> None:
         pairs = zip(keys, contents, strict=True)
-        outgoing = [Outgoing(key, [content], len(content), replaces=True) for key, content in pairs]
+        outgoing = [Outgoing(key, [content], replaces=True) for key, content in pairs]
         self._require("put", self._store.put(outgoing))
 
     def _get(self, keys: Sequence[str]) -> None:

@@ -81,7 +81,7 @@ class MooncakeStore:
         protocol = os.environ.get("MOONCAKE_PROTOCOL", "tcp")
         pool = _connected(url, parts, protocol)
         store = cls(pool, prefix=parts.path.strip("/"), batch_objects=batch_objects, registers=protocol != "tcp")
-        if writes and (answer := store.put([Outgoing(facts_key, [facts], len(facts))])[0]).error:
+        if writes and (answer := store.put([Outgoing(facts_key, [facts])])[0]).error:
             log.warning("kvbm: %s accepts no objects yet, nothing is written to it: %s", url, answer.error)
         return store
 
