@@ -230,7 +230,7 @@ class Old:
     """A store whose objects are 1000 seconds old, of `length` bytes."""
 
     name, threads, write_threads, batch_objects = "old", 1, 1, 1
-    min_extent_bytes, creates_once, can_list, limit_s = 1, False, False, 1.0
+    can_list, limit_s = False, 1.0
 
     def __init__(self):
         self.count = 0

@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.tiers.shared.keys import MIN_EXTENT_BYTES
 from kvbm.tiers.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.tiers.shared.orders import Outcome
 from kvbm.tiers.shared.protection import Buffer
@@ -62,8 +61,6 @@ class MooncakeStore:
 
     name = "mooncake"
     threads = write_threads = 1
-    min_extent_bytes = MIN_EXTENT_BYTES  # a header for each MiB costs a fifth (bench/micro/shared_mooncake.py)
-    creates_once = True
     can_list = False
 
     def __init__(self, pool: Any, *, prefix: str, batch_objects: int, registers: bool) -> None:
