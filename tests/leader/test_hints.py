@@ -373,7 +373,7 @@ def test_sessions_and_retentions_are_bounded():
         hints.arrive(hint, b"", names(10 * one, 2))
         hints.finish(hint, b"", names(10 * one, 3))
     assert 0.9 * MOST_SESSIONS < len([*hints._sessions]) <= MOST_SESSIONS
-    assert len([*hints._retentions]) <= MOST_RETENTIONS
+    assert len([*hints.retentions]) <= MOST_RETENTIONS
     hints.finish(Hint("long"), b"", names(0, 16_000))
     for one in range(20):
         hints.finish(Hint(f"long {one}"), b"", names(20_000 * one, 16_000))
@@ -539,7 +539,7 @@ def test_the_sums_of_the_quota_are_those_of_its_parts(steps):
         hints.finish(hint, tenant, [*chain_, *names(50_000 + start, 1)])
         assert 0 <= retained <= count
         by_tenant = {}
-        for one in hints._retentions:
+        for one in hints.retentions:
             by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + len(one.chain)
         assert all(count == hints.retentions.held(tenant) <= hints.quota(tenant) for tenant, count in by_tenant.items())
         assert sum(by_tenant.values()) == hints.retentions.total <= 50
