@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.host.machine_memory import HostMemory
+from kvbm.host.mounts import Mount
 from kvbm_cli.doctor.machine import Machine, ProbeFailed
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings, Speed
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.probes.store import StoreReport
-from kvbm_cli.system.mounts import Mount
 
 WORKS = ProbeOutcome(True)
 DIRECT = DirectIO(True, None, 512, False)

@@ -80,15 +80,15 @@ class FakeStore:
             return ObjectResult.failed(order, "fault")
         assert len(order.hashes) == self.extent_blocks
         if order.hashes[-1] in self.kept and not order.replaces:
-            return ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
+            return ObjectResult(order.ticket, Outcome.EXISTS)
         self.kept[order.hashes[-1]] = [[shard[slot].copy() for shard in self.shards] for slot in order.host_slots]
         self.writes += 1
-        return ObjectResult(order.ticket, Outcome.GOOD, (True,) * len(order.hashes))
+        return ObjectResult(order.ticket, Outcome.GOOD)
 
     def _get(self, order: Get, fault: str | None) -> ObjectResult:
         blocks = self.kept.get(order.hashes[-1])
         if blocks is None and fault is None:
-            return ObjectResult(order.ticket, Outcome.ABSENT, (False,) * len(order.hashes))
+            return ObjectResult(order.ticket, Outcome.ABSENT)
         for slot, shards in zip(order.host_slots, blocks or [[]] * len(order.hashes), strict=True):
             if slot != NOT_WANTED:
                 for rank, shard in enumerate(self.shards):
@@ -96,6 +96,5 @@ class FakeStore:
                     shard[slot, :size] = GARBAGE if fault else shards[rank]
         if fault:
             outcome = Outcome.BAD if fault == "bad" else Outcome.FAILED
-            return ObjectResult(order.ticket, outcome, (False,) * len(order.hashes), "fault")
-        good = tuple(slot != NOT_WANTED for slot in order.host_slots)
-        return ObjectResult(order.ticket, Outcome.GOOD, good)
+            return ObjectResult(order.ticket, outcome, "fault")
+        return ObjectResult(order.ticket, Outcome.GOOD)

@@ -24,6 +24,7 @@ RUNS_THE_CACHE = (
     *("kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
     "kvbm.engines.launch_plan",
     "kvbm.engines.engine_code",
+    "kvbm.engines.opening",
     "kvbm.engines.storage_opening",
 )
 # Modules of an engine's folder that say what is known before it starts. They import no engine and no cache.
@@ -85,10 +86,11 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.tiers.rates", ("kvbm.metrics",), never=DECIDES_WITHOUT_THE_MACHINE),
     Rule("kvbm.tiers", ("kvbm.core", "kvbm.host", "kvbm.metrics", "kvbm.config.schema")),
     Rule(
-        "kvbm.leader",
+        "kvbm.leader",  # which names no tier
         (
-            *("kvbm.core", "kvbm.host", "kvbm.tiers", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing"),
+            *("kvbm.core", "kvbm.host", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing"),
             *("kvbm.boundary", "kvbm.config.schema", "kvbm.child.deadlines"),
+            *(f"kvbm.tiers.{name}" for name in ("host_tier", "lower_tier", "open_reads", "rates", "settings")),
         ),
     ),
     Rule(
@@ -115,8 +117,15 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.engines.installation"),
     Rule("kvbm.engines.engine_code", ("kvbm.identity.machine",), never=ENGINES[1:], lazily=("torch",)),
     Rule(
+        "kvbm.engines.opening",
+        ("kvbm.host.region", "kvbm.leader", "kvbm.tiers", "kvbm.hashing", "kvbm.boundary", "kvbm.config.schema"),
+    ),
+    Rule(
         "kvbm.engines.storage_opening",
-        ("kvbm.device", "kvbm.host", "kvbm.leader", "kvbm.tiers.settings", "kvbm.boundary", "kvbm.config"),
+        (
+            *("kvbm.device", "kvbm.host", "kvbm.leader.storage_leader", "kvbm.tiers.settings", "kvbm.boundary"),
+            *("kvbm.config", "kvbm.engines.opening"),
+        ),
     ),
     Rule("kvbm.engines.launch_plan", ("kvbm.config.schema",)),
     Rule("kvbm.engines.engine_kind", ("kvbm.config", "kvbm.sizing", *SHARED_BY_ENGINES)),
@@ -180,9 +189,13 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.trtllm_integration", ("kvbm.engines.trtllm.connector",)),
     Rule("kvbm.sglang_integration", ("kvbm.engines.sglang.storage",)),
     Rule("kvbm.embedded"),
-    Rule("kvbm_cli.cache.disk_verification", ("kvbm.tiers.disk", "kvbm.host.processes")),  # imported by its command
+    Rule("kvbm_cli.cache.disk_verification", ("kvbm.tiers.disk", "kvbm.host")),  # imported by its command
     Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.tiers.disk",)),  # runs in the process of the probe
-    Rule("kvbm_cli.system", ("kvbm.child.start", "kvbm.host.processes", "kvbm.host.tree"), lazily=(*ENGINES, "numpy")),
+    Rule(
+        "kvbm_cli.system",
+        ("kvbm.child.start", "kvbm.host.mounts", "kvbm.host.processes", "kvbm.host.tree"),
+        lazily=(*ENGINES, "numpy"),
+    ),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
 SUBJECTS = (
@@ -281,7 +294,7 @@ def test_no_two_rooms_import_each_other():
 
 
 # Imports for annotations that close a circle: (module, imported module). To be emptied.
-KNOWN_BACK_IMPORTS = {("kvbm.core.blocks", "kvbm.core.store"), ("kvbm.device.cuda", "kvbm.device.copier")}
+KNOWN_BACK_IMPORTS = {("kvbm.device.cuda", "kvbm.device.copier")}
 KNOWN_DUPLICATES = set()  # class names defined twice. To stay empty.
 
 

@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,11 +44,11 @@ from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region  # noqa: E402
 from kvbm.host.segment import Segment  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
-from kvbm.leader.opening import lower_tiers  # noqa: E402
 from kvbm.tiers.disk.directory import INDEX  # noqa: E402
 from kvbm.tiers.disk.index import BlockIndex, IndexRow  # noqa: E402
 from kvbm.tiers.disk.service.client import DiskSupervisor  # noqa: E402
 from kvbm.tiers.disk.settings import DiskSettings, Namespace  # noqa: E402
+from kvbm.tiers.disk.tier import DiskTier  # noqa: E402
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
@@ -122,7 +123,7 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
         disk=TierPolicy("always"),
     )
     engine = LeaderCallbacks(hold=lambda blocks: None, release=lambda blocks: None)
-    leader = Leader(memory.region, settings, engine, lower_tiers(disk, None))
+    leader = Leader(memory.region, settings, engine, [partial(DiskTier, disk)])
     ready_s = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - shared_bytes()
     gc.collect()

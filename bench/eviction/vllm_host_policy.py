@@ -31,9 +31,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key  
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: E402
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus  # noqa: E402
 
-from kvbm.core.blocks import PinnedBlocks  # noqa: E402
 from kvbm.core.policies.chain_use import ChainUse  # noqa: E402
-from kvbm.core.store import BlockStore  # noqa: E402
+from kvbm.core.store import BlockStore, PinnedBlocks  # noqa: E402
 from kvbm.types import Tier  # noqa: E402
 from kvbm_cli.bench.trace.hit_rates import Sample, hit_rate, name_of  # noqa: E402
 

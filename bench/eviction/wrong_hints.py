@@ -98,7 +98,7 @@ class HintedCache(SimulatedCache):
         self.use(at_s, chain, asked=len(chain))
         del vars(self.store)["arrive"]
         self.hints.finish(hint, tenant, chain)
-        self.largest = max(self.largest, self.hints.retained(tenant) / max(1, self.hints.quota(tenant)))
+        self.largest = max(self.largest, self.hints.retentions.held(tenant) / max(1, self.hints.quota(tenant)))
 
 
 def hits(capacity_blocks: int, requests: Iterable[Request], client: Client | None) -> HintedCache:
@@ -145,7 +145,7 @@ def main() -> int:
             print(f"{capacity:>8} blocks  {name:<36}{part:7.3f}", flush=True)
             if name in WRONG and part < LEAST:
                 problems.append(f"{capacity} blocks, {name}: {part:.3f} of the hits")
-            if rows[name].largest > 1 or rows[name].hints.total > TOTAL_SHARE * capacity:
+            if rows[name].largest > 1 or rows[name].hints.retentions.total > TOTAL_SHARE * capacity:
                 problems.append(f"{capacity} blocks, {name}: above the quota")
         found = {name: round(one.hit_blocks / rows["none"].hit_blocks, 4) for name, one in rows.items()}
         points[capacity] = {"capacity_blocks": capacity, "hits": rows["none"].hit_blocks, "hits_compared": found}

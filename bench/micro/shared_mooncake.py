@@ -64,7 +64,7 @@ class Calls:
 def measure(url: str, size: int, count: int) -> dict[str, object]:
     store = open_store(url, 16, KeySpace(NAMESPACE), {}, writes=False)
     assert isinstance(store, MooncakeStore)
-    wait_until(lambda: store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
+    wait_until(lambda: store.put([Outgoing("first", [b"x"])])[0].outcome is Outcome.GOOD, "an owner is there")
     tier = TierUnderTest(store, size, count)
     sides = {"tier": tier, "calls": Calls(store, tier.slots)}
     speeds: dict[str, dict[str, list[float]]] = {"write": {}, "read": {}}

@@ -140,7 +140,7 @@ def measure(rounds: int) -> dict[str, Any]:
         engine.start_decoders()
     found: dict[str, Any] = {}
     for state in ("answers", "stopped"):
-        with stopped(shared.client.pid) if state == "stopped" else nullcontext():
+        with stopped(shared.client.process.pid) if state == "stopped" else nullcontext():
             found[state] = {what: alternate(engines, rounds, sampler) for what, sampler in SAMPLERS.items()}
             counters = shared._counters
             found[state]["blocks_written"] = counters.shared.offload_blocks

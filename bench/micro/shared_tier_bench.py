@@ -33,7 +33,7 @@ class TierUnderTest:
 
     def __init__(self, store: ObjectStore, size: int, count: int) -> None:
         self.slots = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
-        self.blocks_in_object = extent_blocks(size, BLOCK_TOKENS, min_bytes=store.min_extent_bytes)
+        self.blocks_in_object = extent_blocks(size, BLOCK_TOKENS)
         form = ExtentFormat(NAMESPACE, self.blocks_in_object, size, 16)
         geometry = ExtentGeometry([self.slots], [size], form, NoProtection())
         self.storage = SharedStorage(store, KeySpace(NAMESPACE), geometry, lambda *_: True, SharedSettings(""))

@@ -1,12 +1,11 @@
-"""SlotLists: ordered lists of slots.
+"""SlotLists: ordered lists of slots. Order: which of the inactive ones is evicted next.
 
 They are circular doubly linked lists that share two arrays of ints, with one extra node per list for its two ends.
 A slot is in at most one list and costs eight bytes. Every operation changes only the slots it is given.
 
        node of the list ──newer──▶ oldest slot ──newer──▶ ... ──newer──▶ newest slot ──newer──▶ node of the list
 
-One list holds the free slots. The others hold the inactive blocks; an Order (policies/order.py) says which one is
-evicted next.
+One list holds the free slots. The others hold the inactive blocks; each policy has an Order of its own.
 
 Only the store and its policy use them. The store decides from the states which slots belong in which list.
 """
@@ -16,6 +15,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 
 class SlotLists:
@@ -99,6 +99,47 @@ class SlotLists:
         """Make two slots or nodes neighbours."""
         self.newer[older] = newer
         self.older[newer] = older
+
+
+class Order(Protocol):
+    """The inactive slots of `lists`, and which of them is evicted next."""
+
+    lists: SlotLists
+
+    def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:
+        """Make `slots`, which are in no list, the most recently used inactive ones, the last one newest. `runs` are
+        the same slots from the last one to the first one, in pieces, if these are known."""
+        ...
+
+    def evict_next(self, slots: list[int]) -> None:
+        """Make `slots`, which are in no list, the inactive ones that are evicted next, the last one first. A policy may
+        evict blocks before them that it keeps in free places only."""
+        ...
+
+    def take(self, count: int) -> list[int]:
+        """Remove and return the `count` slots that are evicted next, in that order. There must be as many."""
+        ...
+
+    def first(self, count: int) -> list[int]:
+        """Return up to `count` slots that would be evicted next, in that order."""
+        ...
+
+    def free_all(self) -> None:
+        """Move all slots to the newest end of the free list."""
+        ...
+
+    def mark(self, slots: list[int], marks: bytes) -> None:
+        """Note what is known of the blocks in slots that are in no list of inactive ones; without marks, nothing."""
+        return
+
+    def remark(self, slots: list[int], marks: bytes, runs: Sequence[Sequence[int]] = ()) -> None:
+        """Like `mark`, for blocks that have marks already. `runs` are the same slots in pieces."""
+        return
+
+    def room(self, marks: bytes, free: int, inactive: int) -> int:
+        """Return how many blocks with these marks, which never rise, may be kept, if so many slots are free and
+        inactive."""
+        return min(len(marks), free + inactive)
 
 
 def _link(which: int, slots: Iterable[int], newer: memoryview[int], older: memoryview[int]) -> None:

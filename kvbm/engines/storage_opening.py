@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from kvbm.device.worker import HostCapacity
+from kvbm.engines.opening import EngineAtStart, Identity, open_storage_leader
 from kvbm.host.segment import Segment
-from kvbm.leader.opening import EngineAtStart, Identity, open_storage_leader
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks
 
 if TYPE_CHECKING:

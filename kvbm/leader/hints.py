@@ -108,7 +108,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 class Hints:
-    """See the module's text. `store` has the blocks of host memory. `waiting`: the chains that are brought back."""
+    """See the module's text. `store` has the blocks of host memory. `retentions`: the chains that are retained;
+    `waiting`: those that are brought back."""
 
     def __init__(self, store: BlockStore, clock: Callable[[], float], counters: Counters | None = None) -> None:
         self._store = store
@@ -120,23 +121,14 @@ class Hints:
         self._reserved: dict[bytes, float] = {}  # the parts of the tables of tenants with a quota from an operator
         self._sessions = TenantTable(blocks, MOST_SESSIONS, cuts=False)  # their last chains, by name
         # By the last blocks of the chains.
-        self._retentions = TenantTable(int(TOTAL_SHARE * blocks), MOST_RETENTIONS, cuts=True)
+        self.retentions = TenantTable(int(TOTAL_SHARE * blocks), MOST_RETENTIONS, cuts=True)
         self.waiting = TenantTable(blocks, MOST_WAITING, cuts=True)
         self._expired_s = clock()
-
-    @property
-    def total(self) -> int:
-        """Return how many blocks count as retained."""
-        return self._retentions.total
 
     def quota(self, tenant: bytes) -> int:
         """Return how many blocks a tenant may have retained. No bytes: the requests without a salt, which are all
         requests where no client uses salts."""
         return self._quotas.get(tenant, self._quota)
-
-    def retained(self, tenant: bytes) -> int:
-        """Return how many blocks count as retained for a tenant."""
-        return self._retentions.held(tenant)
 
     def limit(self, share: float, tenant: bytes | None) -> int:
         """Set the quota of a tenant, which is reserved for it, or that of each tenant; return it in blocks."""
@@ -148,7 +140,7 @@ class Hints:
         elif tenant in self._quotas or len(self._quotas) < MOST_SESSIONS:
             self._quotas[tenant] = blocks
             self._reserved[tenant] = min(1.0, share / TOTAL_SHARE)
-        for table in (self._sessions, self._retentions, self.waiting):
+        for table in (self._sessions, self.retentions, self.waiting):
             table.reserve(self._reserved)
         return self.quota(b"" if tenant is None else tenant)
 
@@ -179,7 +171,7 @@ class Hints:
     def reset(self) -> None:
         """Forget all chains: their blocks are gone."""
         self._sessions.clear()
-        self._retentions.clear()
+        self.retentions.clear()
 
     def _charge(self, hint: Hint, tenant: bytes, chain: Sequence[bytes]) -> int:
         """Return how many blocks of the chain are retained, and count them in place of those of its beginning."""
@@ -187,12 +179,12 @@ class Hints:
             return 0
         self._expire()
         self._end_retention(tenant, chain)
-        blocks = self._retentions.fitting(tenant, len(chain), limit=self.quota(tenant))
+        blocks = self.retentions.fitting(tenant, len(chain), limit=self.quota(tenant))
         if not blocks:
             return 0
         until_s = self._clock() + GRACES_S[grace_class(hint.retain_s)]
         entry = Holding(tenant, chain[-1], chain[:blocks], until_s)
-        for one, former in self._retentions.add(entry).items():
+        for one, former in self.retentions.add(entry).items():
             if one is not entry:
                 self._counters.retain_share_hints += 1
                 self._unretain(one.tenant, former, len(one.chain))
@@ -200,7 +192,7 @@ class Hints:
 
     def _unretain(self, tenant: bytes, chain: Sequence[bytes], kept: int) -> None:
         """Let others evict the blocks of a chain from `kept` on, unless another retained chain has them, too."""
-        for one in self._retentions.of(tenant).values():
+        for one in self.retentions.of(tenant).values():
             other = one.chain
             while kept < len(other) and other[kept] == chain[kept]:
                 kept += 1
@@ -213,13 +205,13 @@ class Hints:
         if now_s - self._expired_s < EXPIRE_EVERY_S:
             return
         self._expired_s = now_s
-        for one in [one for one in self._retentions if one.until_s <= now_s]:
-            self._retentions.pop(one.tenant, one.key)
+        for one in [one for one in self.retentions if one.until_s <= now_s]:
+            self.retentions.pop(one.tenant, one.key)
 
     def _end_retention(self, tenant: bytes, chain: Sequence[bytes]) -> None:
-        retained = self._retentions.of(tenant)
+        retained = self.retentions.of(tenant)
         if retained and (name := next((one for one in reversed(chain) if one in retained), None)) is not None:
-            self._retentions.pop(tenant, name)
+            self.retentions.pop(tenant, name)
 
     def _let_go(self, tenant: bytes, session: str, *, demotes: bool) -> None:
         ended = self._sessions.pop(tenant, session)

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from kvbm.tiers.lower_tier import OwnedTier
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
-    from kvbm.core.store import BlockStore
+    from kvbm.core.store import BlockStore, PinnedBlocks
     from kvbm.leader.request import LiveRequest
     from kvbm.tiers.host_tier import HostTier
     from kvbm.tiers.lower_tier import LowerTier

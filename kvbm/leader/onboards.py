@@ -38,7 +38,7 @@ from kvbm.tiers.settings import SpanNote
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.store import PinnedBlocks
     from kvbm.leader.long_chains import LongMatch, Slices
     from kvbm.leader.request import LiveRequest
     from kvbm.tiers.lower_tier import LowerTier, TierContext

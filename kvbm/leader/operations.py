@@ -21,7 +21,7 @@ from kvbm.leader.tenant_table import Holding
 from kvbm.tiers.lower_tier import AskedTier
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.store import PinnedBlocks
     from kvbm.leader.hints import Hints
     from kvbm.leader.prefetches import Prefetches
     from kvbm.tiers.lower_tier import LowerTier, TierContext

@@ -14,8 +14,8 @@ from kvbm.core.policies.ranking import PLAIN_MARK
 from kvbm.tiers.settings import SpanNote
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.policies.chain_use import ChainUse
+    from kvbm.core.store import PinnedBlocks
     from kvbm.leader.hints import Hint
     from kvbm.metrics import Counters
     from kvbm.tiers.lower_tier import Claim, LowerTier

@@ -29,7 +29,7 @@ from kvbm.metrics import HIT_TIERS
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.store import PinnedBlocks
     from kvbm.host.region import Region
     from kvbm.tiers.host_tier import Reservation
     from kvbm.tiers.lower_tier import LowerTier, OpenTier

@@ -15,10 +15,9 @@ from kvbm.metrics import KvbmCollector
 from kvbm.observe.alarm import Alarm
 from kvbm.observe.capacity_curve import CapacityCurve
 from kvbm.observe.control_desk import ControlDesk
-from kvbm.observe.control_route import read_token
 from kvbm.observe.control_server import ControlServer, opened
 from kvbm.observe.decision_trace import DecisionTrace
-from kvbm.observe.metrics_server import HOST, MetricsServer
+from kvbm.observe.metrics_server import HOST, MetricsServer, read_token
 from kvbm.observe.series import EngineReport, Reporting, SeriesCollector
 from kvbm.observe.spans import SpanRecorder
 from kvbm.types import Tier

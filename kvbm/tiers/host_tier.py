@@ -28,8 +28,8 @@ from kvbm.tiers.slot_labels import SlotLabels
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.core.policies.chain_use import ChainHint, ChainUse
+    from kvbm.core.store import MutableBlocks, PinnedBlocks
     from kvbm.host.region import Region
     from kvbm.metrics import Counters
 

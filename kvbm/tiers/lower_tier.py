@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.policies.chain_use import ChainUse
-    from kvbm.core.store import BlockStore
+    from kvbm.core.store import BlockStore, PinnedBlocks
     from kvbm.metrics import Counters
     from kvbm.tiers.host_tier import HostTier
     from kvbm.tiers.open_reads import Extent, Fetch, OpenReads

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.store import PinnedBlocks
     from kvbm.tiers.host_tier import HostTier, Reservation
 
 HUNG_S = 1.2

@@ -304,7 +304,7 @@ def fresh_shared(profile: Profile) -> Iterator[Profile]:
 
 def delete_objects(url: str) -> None:
     """Delete all objects of kvbm below a URL."""
-    from kvbm_cli.store.open import open_inventory
+    from kvbm_cli.store.inventory import open_inventory
 
     try:
         inventory = open_inventory(url)

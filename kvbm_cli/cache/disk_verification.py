@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvbm.host.layout import consecutive
 from kvbm.host.processes import stat_of
 from kvbm.tiers.disk.directory import ARENA, INDEX, LOCK
 from kvbm.tiers.disk.files import open_private
@@ -114,14 +115,9 @@ def _still_there(before: Recovered, suspects: list[int], now: Recovered) -> list
 
 def _adjacent(slots: np.ndarray, order: np.ndarray, *, most: int) -> Iterator[list[int]]:
     """Group positions in `slots` by adjacent slots, in ascending order of slots, at most `most` per group."""
-    group: list[int] = []
-    for at in order.tolist():
-        if group and (slots[at] != slots[group[-1]] + 1 or len(group) == most):
-            yield group
-            group = []
-        group.append(at)
-    if group:
-        yield group
+    for begin, end in consecutive(slots[order]):
+        for start in range(begin, end, most):
+            yield order[start : min(start + most, end)].tolist()
 
 
 class _SlotReader:

@@ -96,7 +96,7 @@ def opened(request: StoreRequest, *, changes: bool = False) -> Inventory:
         require_answering(directory, changes=changes)
     if directory is not None and not directory.is_dir():
         raise UsageError(f"`--url {request.url}`: there is no such directory")
-    from kvbm_cli.store.open import open_inventory
+    from kvbm_cli.store.inventory import open_inventory
 
     return open_inventory(url)
 

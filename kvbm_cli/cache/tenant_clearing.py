@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from kvbm.host.layout import consecutive
 from kvbm.tiers.disk.directory import ARENA, INDEX
 from kvbm.tiers.disk.files import UNSUPPORTED, fallocate, open_private, write_zeros
 from kvbm.tiers.disk.index import BlockIndex
@@ -30,21 +30,12 @@ def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
         index.clear(tenant)
     fd = open_private(instance / ARENA, os.O_RDWR)
     try:
-        for first, count in _contiguous(slots):
-            _erase(fd, first * superblock.slot_bytes, count * superblock.slot_bytes)
+        for begin, end in consecutive(slots):
+            _erase(fd, slots[begin] * superblock.slot_bytes, (end - begin) * superblock.slot_bytes)
         os.fdatasync(fd)
     finally:
         os.close(fd)
     return len(slots)
-
-
-def _contiguous(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first slot, count) of each contiguous range of ascending slots."""
-    start = 0
-    for position in range(1, len(slots) + 1):
-        if position == len(slots) or slots[position] != slots[position - 1] + 1:
-            yield slots[start], position - start
-            start = position
 
 
 def _erase(fd: int, offset: int, length: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
+from kvbm.host.mounts import IN_MEMORY, PSEUDO, mount_of
 from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
 from kvbm_cli.doctor import disk_features
 from kvbm_cli.doctor.check import (
@@ -35,7 +36,6 @@ from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 from kvbm_cli.store.caches import CacheFacts, list_caches
 from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import missing_mount, nearest_existing, unsafe_parents
-from kvbm_cli.system.mounts import IN_MEMORY, PSEUDO, mount_of
 
 Found = Generator[Check, None, RecommendedSettings | None]
 

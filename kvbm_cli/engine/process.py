@@ -39,7 +39,7 @@ from kvbm_cli.engine.failure_reason import failure_reason_of, oom_kills
 from kvbm_cli.engine.readiness import Readiness
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers, shared_files
-from kvbm_cli.system.socket_owner import is_served_by
+from kvbm_cli.system.open_files import is_served_by
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 30.0

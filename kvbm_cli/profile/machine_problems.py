@@ -19,6 +19,7 @@ from kvbm.config.sizes import format_size
 from kvbm.engines.table import copy_count, kind_of
 from kvbm.errors import EnvironmentProblem, EnvironmentProblems, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
+from kvbm.host.mounts import IN_MEMORY, PSEUDO, mount_of
 from kvbm.sizing import SizeUnknown, Sizing, StateLevel
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import disk_state, metrics_ports
@@ -28,7 +29,6 @@ from kvbm_cli.runs.reservations import largest_run, living_runs, memory_lines, p
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.answering import ANSWER_LIMIT_S, answers
 from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
-from kvbm_cli.system.mounts import IN_MEMORY, PSEUDO, mount_of
 from kvbm_cli.terminal.show_error import show_warning
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.http_client import MAX_METRICS_BYTES, HttpAnswer, request
+from kvbm_cli.system.open_files import is_served_by
 from kvbm_cli.system.process_identity import descendants
-from kvbm_cli.system.socket_owner import is_served_by
 
 FOREIGN = "another program listens there"
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the peer

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from kvbm.engines.launch_plan import LaunchPlan
 from kvbm.engines.table import how_to_make_model, kind_of, make_model, versions
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.host.mounts import may_hang
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.process import choose_port, open_log
@@ -37,7 +38,6 @@ from kvbm_cli.serve.plan_text import endpoint_of, named_plans, plan_text, print_
 from kvbm_cli.serve.predecessors import await_predecessors
 from kvbm_cli.serve.served_profile import ServedProfile, require_baseline
 from kvbm_cli.system.filesystem import state_directory
-from kvbm_cli.system.mounts import may_hang
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_note
 from kvbm_cli.terminal.progress import ProgressDisplay

@@ -1,7 +1,8 @@
 """Inventory: the objects in a store, for people who list, verify and delete them. It needs no engine.
 
 Objects belong to kvbm if they have the key of an extent or of the description of a namespace; no others are deleted.
-Reads run on threads, and none is repeated.
+Reads run on threads, and none is repeated. The module of a store is imported when it is opened, because only then must
+its library be installed; Mooncake Store cannot list its objects.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import TypeVar
 from kvbm.errors import EnvironmentProblem
 from kvbm.text.reading import parse_json
 from kvbm.tiers.shared.keys import VERSION, KeySpace
+from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.store.access import FoundObject, LeftOut, StoreAccess
 
 NAMESPACE_HEX = 32
+LIMIT_S = 30.0  # of one request
 PARALLEL_READS = 4  # whole objects, which may have hundreds of megabytes
 PARALLEL_HEADS = 16
 DELETED_AT_ONCE = 1000
@@ -154,6 +157,25 @@ class Inventory:
                 f"cannot delete objects in {self.url}: {_reason(error)}",
                 hint=f"run `kvbm doctor --url {shlex.quote(self.url)}`",
             ) from None
+
+
+def open_access(url: str, limit_s: float) -> StoreAccess:
+    """Connect to a store, whose requests end within that time. Raises EnvironmentProblem."""
+    if (directory := directory_of(url)) is not None:
+        from kvbm.tiers.shared.stores.directory import require_directory
+        from kvbm_cli.store.directory_access import DirectoryAccess
+
+        require_directory(directory)
+        return DirectoryAccess(directory)
+    from kvbm.tiers.shared.stores.obstore import connection
+    from kvbm_cli.store.obstore_access import ObstoreAccess
+
+    return ObstoreAccess(connection(url)(limit_s))
+
+
+def open_inventory(url: str) -> Inventory:
+    """May raise EnvironmentProblem."""
+    return Inventory(open_access(url, LIMIT_S), url)
 
 
 def _namespace_of(name: str) -> bytes | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvbm.child.start import start
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.system.mounts import may_hang
+from kvbm.host.mounts import may_hang
 
 ANSWER_LIMIT_S = 3.0
 REMEMBERED_S = 10.0  # a command asks several times

@@ -318,7 +318,7 @@ class _Served:
         leader, worker = self._engine.leader, self._engine.connector[1]._home
         found = {}
         if (disk := tier_of(leader, Tier.DISK)) is not None:
-            found["disk"] = disk.disk.pid
+            found["disk"] = disk.disk.process.pid
         if hasattr(worker, "_process"):
             found["worker"] = worker._process.pid
         return found

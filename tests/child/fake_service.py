@@ -6,7 +6,7 @@ import sys
 
 from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
 
-from kvbm.child.serving import StorageServer, serve_leader
+from kvbm.child.child import StorageServer, serve_leader
 from kvbm.errors import EnvironmentProblem
 
 EXIT_CODE = 7

@@ -17,8 +17,7 @@ from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
 
 from kvbm.child import deadlines
 from kvbm.child.channel import HEADER
-from kvbm.child.service import ChildService
-from kvbm.child.service_process import ServiceProcess
+from kvbm.child.service import ChildService, ServiceProcess
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
 
@@ -148,11 +147,11 @@ def test_a_closed_process_exits_by_itself(process):
 def test_a_process_that_has_ended_is_replaced(service, what):
     ask(service)
     assert eventually(service.poll) == [Answer(1, True)]
-    first = service.pid
+    first = service.process.pid
     ask(service, what, ticket=2)
     assert eventually(service.poll) == [Answer(2, False)]
     eventually(lambda: service.poll() or service.restarts)
-    assert (service.losses, service.restarts, service.pid == first) == (1, 1, False)
+    assert (service.losses, service.restarts, service.process.pid == first) == (1, 1, False)
     ask(service, ticket=3)
     assert eventually(service.poll) == [Answer(3, True)]
     assert service.counters.answers >= 2

@@ -17,12 +17,12 @@ from test_serve import home as home  # the fixture
 from test_serve import serving
 from waiting import eventually
 
+from kvbm.host.mounts import may_hang
 from kvbm_cli.app import run
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.profile import machine_problems, preflight
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system import answering
-from kvbm_cli.system.mounts import may_hang
 
 LIMIT_S = 30.0  # a file system that hangs does so for 600 s; a busy machine takes its time
 

@@ -20,9 +20,10 @@ from test_cache import caches, home, made, run  # noqa: F401
 from kvbm.errors import EnvironmentProblem
 from kvbm.host import tree
 from kvbm.tiers.disk.directory import InstanceLock, remove_instance
+from kvbm.tiers.shared.orders import Outcome
 from kvbm_cli.doctor.probes.store import PREFIX, probe
 from kvbm_cli.store.directory_access import DirectoryAccess
-from kvbm_cli.store.open import open_inventory
+from kvbm_cli.store.inventory import open_inventory
 from kvbm_cli.system import leftovers
 from kvbm_cli.system.filesystem import remove_tree, write_atomically
 
@@ -185,7 +186,7 @@ def test_engine_neither_reads_nor_writes_through_a_link(tmp_path):
         path = store / rig.key(first)
         path.parent.rename(outside)
         link(path.parent, outside)
-        assert not any(rig.get(first).is_good), "the bytes are right, but behind a link"
+        assert rig.get(first).outcome is not Outcome.GOOD, "the bytes are right, but behind a link"
         before = content(outside)
         rig.put(first)
         assert content(outside) == before

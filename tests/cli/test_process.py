@@ -25,7 +25,7 @@ from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import readable_phase
 from kvbm_cli.engine.process import EPHEMERAL_PORTS, EngineProcess, choose_port, engine_environment
 from kvbm_cli.system.guard_process import GUARD, GuardProcess
-from kvbm_cli.system.socket_owner import is_served_by
+from kvbm_cli.system.open_files import is_served_by
 
 DEADLINE_S = HANGS_S
 

@@ -6,9 +6,8 @@ import os
 import pytest
 from bookkeeping import check_store
 
-from kvbm.core.blocks import MutableBlocks
 from kvbm.core.index import ENTRIES_PER_DICT
-from kvbm.core.store import SAMPLE_DISTANCE, BlockStore, StoreCounts
+from kvbm.core.store import SAMPLE_DISTANCE, BlockStore, MutableBlocks, StoreCounts
 from kvbm.errors import InvariantError
 from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.types import Tier

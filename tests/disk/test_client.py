@@ -19,10 +19,10 @@ from types import SimpleNamespace
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
-from kvbm.child import deadlines, service_process
+from kvbm.child import deadlines, service
 from kvbm.child.channel import Channel
 from kvbm.child.child import Opening
-from kvbm.child.service_process import UnresponsiveProcess
+from kvbm.child.service import UnresponsiveProcess
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
@@ -252,7 +252,7 @@ def test_process_that_does_not_answer_while_it_opens_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlines, "BEAT_LIMIT_S", 0.3)
-    start, started = service_process.start_child, []
+    start, started = service.start_child, []
 
     def start_and_stop(module: str, what: str) -> tuple[subprocess.Popen[bytes], Channel]:
         child, channel = start(module, what)
@@ -260,7 +260,7 @@ def test_process_that_does_not_answer_while_it_opens_is_not_waited_for(
         os.kill(child.pid, signal.SIGSTOP)
         return child, channel
 
-    monkeypatch.setattr(service_process, "start_child", start_and_stop)
+    monkeypatch.setattr(service, "start_child", start_and_stop)
     with pytest.raises(UnresponsiveProcess, match=r"does not answer for 0\.3 s"), opened(tmp_path):
         pass
     assert has_ended(started[0].pid)
@@ -323,7 +323,7 @@ def test_heartbeats_extend_the_time_to_open_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, count: int, opens: bool
 ) -> None:
     beats = Beats(interval_s=10, count=count)
-    monkeypatch.setattr(service_process, "time", beats)
+    monkeypatch.setattr(service, "time", beats)
     opening = DiskClient()
     opening._adopt(SimpleNamespace(pid=1), beats)  # type: ignore[arg-type]
     wait = partial(opening._wait_until_open, "disk", None, lambda: False)

@@ -56,7 +56,7 @@ def lasting(directory: Path, **keys):
 
 
 def kill(rig) -> int:
-    pid = rig.tier.pid
+    pid = rig.tier.process.pid
     os.kill(pid, signal.SIGKILL)
     return pid
 
@@ -94,7 +94,7 @@ def test_killed_process_is_followed_by_one_that_has_its_blocks(tmp_path: Path) -
 def test_tickets_in_flight_have_failed_when_the_loss_is_told(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
-        os.kill(rig.tier.pid, signal.SIGSTOP)
+        os.kill(rig.tier.process.pid, signal.SIGSTOP)
         in_flight = [rig.start_write([2], [1], [1]), rig.start_read([1], [0], [2])]
         kill(rig)
         rig.wait_until(lambda: rig.tier.losses)
@@ -296,13 +296,13 @@ def test_clear_that_another_engine_prevents_is_an_error(tmp_path: Path, monkeypa
 def test_process_that_does_not_answer_is_used_again_and_has_all_its_blocks(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write(range(8), range(8))
-        pid = rig.tier.pid
+        pid = rig.tier.process.pid
         with stopped(rig):
             ticket = rig.start_read([1, 2], [1, 2], [1, 2])
             rig.wait_until(lambda: not rig.tier.is_on)
         assert rig.wait(ticket).is_good == (True, True)
         assert rig.tier.is_on
-        assert (rig.tier.pid, rig.tier.losses, rig.tier.restarts) == (pid, 0, 0)
+        assert (rig.tier.process.pid, rig.tier.losses, rig.tier.restarts) == (pid, 0, 0)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {number: number for number in range(8)}
 
@@ -454,7 +454,7 @@ def test_process_with_io_whose_end_is_unknown_is_replaced_by_one_with_threads(
     monkeypatch.setenv("KVBM_TEST_DISK_FAULTS", str(orders))
     with lasting(tmp_path / "disk") as rig:
         rig.write([1, 2], [0, 1])
-        pid, chosen, open_next = rig.tier.pid, [], rig.tier._open_next
+        pid, chosen, open_next = rig.tier.process.pid, [], rig.tier._open_next
 
         def note() -> DiskClient:
             chosen.append(rig.tier._uses_threads)
@@ -493,7 +493,7 @@ def test_no_process_is_started_for_host_memory_that_is_gone(tmp_path: Path, capl
     rank.kill()
     rank.join()
     assert rig.read([1, 2], [0, 1]).is_good == (True, True)
-    before = children() - {disk.pid}
+    before = children() - {disk.process.pid}
     kill(rig)
     rig.wait_until(lambda: any("host memory of rank 1 is gone" in message for message in caplog.messages))
     time.sleep(0.5)  # more attempts

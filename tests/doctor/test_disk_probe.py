@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvbm.host.mounts import mount_of
 from kvbm.tiers.disk.io.threads import IoRun, ThreadsIO
 from kvbm_cli.doctor.probes import disk as module
 from kvbm_cli.doctor.probes.disk import RecommendedSettings, probe, recommend
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeFile, ProbeOutcome
-from kvbm_cli.system.mounts import mount_of
 
 WORKS, UNSUPPORTED, FULL = ProbeOutcome(True), ProbeOutcome(False, "ENOTSUP"), ProbeOutcome(False, "ENOSPC")
 DIRECT, CACHED, REFUSED = (

@@ -21,6 +21,7 @@ from terminal import Outcome, assert_entry, assert_snapshot, ways
 
 from kvbm.engines.sglang.kind import SglangKind
 from kvbm.engines.table import load
+from kvbm.host.mounts import Mount
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
@@ -34,7 +35,6 @@ from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.filesystem import state_directory
-from kvbm_cli.system.mounts import Mount
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal import progress
 

@@ -13,6 +13,7 @@ import random
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,17 +25,17 @@ from simulated_engine import SharedMemoryOfBytes, SimulatedEngine, expected_outp
 from kvbm.child import deadlines
 from kvbm.config.schema import Profile
 from kvbm.core.store import BlockStore
+from kvbm.engines import opening
 from kvbm.engines.embedded import driver
 from kvbm.engines.embedded.driver import KvbmScheduler, KvbmWorker
 from kvbm.engines.embedded.engine.connector import SchedulerConnector, WorkerConnector
+from kvbm.engines.opening import open_tiers
 from kvbm.events import TierCleared
 from kvbm.host.region import Region
-from kvbm.leader import opening
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import Leader
 from kvbm.leader.offloads import Offloads
 from kvbm.leader.onboards import Onboards
-from kvbm.leader.opening import open_tiers
 from kvbm.tiers.disk.tier import DiskTier
 from kvbm.tiers.host_tier import HostTier
 from kvbm.tiers.shared.tier import SharedTier
@@ -50,7 +51,6 @@ START_UP = (
     *("__init__", "accept_handshake", "bind_wake", "bind_block_pool", "register_kv_pool", "_create_leader"),
     *("metrics", "shutdown"),
 )
-OF_THE_GARBAGE_COLLECTOR = ("_report_leak",)  # not called in a hook
 
 
 def methods_of(*classes):
@@ -60,7 +60,7 @@ def methods_of(*classes):
         for owner in classes
         for name, method in vars(owner).items()
         if inspect.isfunction(method) and not hasattr(method, "__wrapped__")
-        if name not in (*START_UP, *OF_THE_GARBAGE_COLLECTOR)
+        if name not in START_UP
     ]
 
 
@@ -117,7 +117,8 @@ class Kvbm:
             }
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(opening, "open_tiers", lambda *args, **keys: (open_tiers(*args, **keys)[0], store))
+            more = [] if store is None else [(store, partial(SharedTier, store))]
+            patch.setattr(opening, "open_tiers", lambda *args: open_tiers(*args) + more)
             self.connector = driver.create_connector(profile.model_dump_json())
             self.engine = SimulatedEngine(
                 blocks=BLOCKS, max_batched_tokens=48, connector=self.connector, memory=SharedMemoryOfBytes

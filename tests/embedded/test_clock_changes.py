@@ -108,7 +108,7 @@ def test_a_clock_that_is_set_changes_nothing(tmp_path, clock, offsets):
             engine.settle()
         counters = engine.counters
         assert counters.disk.times_off == counters.onboard_failed_blocks == counters.overdue_transfers == 0
-        os.kill(tier_of(engine.leader, Tier.DISK).disk.pid, signal.SIGKILL)
+        os.kill(tier_of(engine.leader, Tier.DISK).disk.process.pid, signal.SIGKILL)
         eventually(
             lambda: engine.ask(prompt(99, 20), max_tokens=1) and counters.disk.restarts and not counters.disk.off
         )

@@ -22,7 +22,7 @@ from bookkeeping import check_leader, tier_of
 from kvbm_engine import assert_same, prompt, running
 from waiting import eventually, slept_s
 
-from kvbm.child import deadlines, service_process
+from kvbm.child import deadlines, service
 from kvbm.config import schema
 from kvbm.types import Tier
 
@@ -544,7 +544,7 @@ def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
 
 
 def kill_disk(engine):
-    pid = tier_of(engine.leader, Tier.DISK).disk.pid
+    pid = tier_of(engine.leader, Tier.DISK).disk.process.pid
     assert pid > 0, "the disk process has not started"
     with suppress(ProcessLookupError):  # it has ended, and the engine does not know it yet
         os.kill(pid, signal.SIGKILL)
@@ -644,7 +644,7 @@ def test_a_reset_between_two_disk_processes_is_durable(written):
 
 @contextmanager
 def stopped_disk(engine):
-    pid = tier_of(engine.leader, Tier.DISK).disk.pid
+    pid = tier_of(engine.leader, Tier.DISK).disk.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -710,7 +710,7 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
 @contextmanager
 def started_without_disk(directory, monkeypatch):
     """An engine whose disk process has been stopped since before it opened its files, and the process."""
-    start, stopped = service_process.start_child, []
+    start, stopped = service.start_child, []
 
     def start_and_stop(module, what):
         child, channel = start(module, what)
@@ -720,7 +720,7 @@ def started_without_disk(directory, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(deadlines, "START_LIMIT_S", 0.5)
-        patch.setattr(service_process, "start_child", start_and_stop)
+        patch.setattr(service, "start_child", start_and_stop)
         with engine_on(directory) as engine:
             yield engine, stopped[0]
 
@@ -763,7 +763,7 @@ def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected, 
         engine.ask(prompt(1, LENGTH))
         engine.ask(prompt(2, LENGTH))
         rest(engine)
-        pid = tier_of(engine.leader, Tier.DISK).disk.pid
+        pid = tier_of(engine.leader, Tier.DISK).disk.process.pid
         os.kill(pid, signal.SIGSTOP)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < LONGEST_STOP_S

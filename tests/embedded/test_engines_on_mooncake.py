@@ -25,7 +25,7 @@ SIZE = {"num_blocks": 100, "max_model_len": 1024}
 def pool(tmp_path):
     with mooncake_pool(tmp_path) as pool:
         store = open_store(pool.url, 1, KeySpace(bytes(16)), {}, writes=False)
-        wait_until(lambda: store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
+        wait_until(lambda: store.put([Outgoing("first", [b"x"])])[0].outcome is Outcome.GOOD, "an owner is there")
         store.close()
         yield pool
 

@@ -76,7 +76,7 @@ STORES = {"directory": directory, "ceph": ceph, "mooncake": mooncake}
 
 def await_owner(url):
     store = open_store(url, 1, KeySpace(bytes(16)), {}, writes=False)
-    wait_until(lambda: store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
+    wait_until(lambda: store.put([Outgoing("first", [b"x"])])[0].outcome is Outcome.GOOD, "an owner is there")
     store.close()
 
 
@@ -185,7 +185,7 @@ def test_hits_return_after_the_process_of_the_shared_tier_was_killed(store):
         engines = [first, second]
         load(engines, list(range(30)), "before")
         for engine in engines:
-            os.kill(tier_of(engine.leader, Tier.SHARED).client.pid, signal.SIGKILL)
+            os.kill(tier_of(engine.leader, Tier.SHARED).client.process.pid, signal.SIGKILL)
         load(engines, list(range(30)), "while the process is restarted")
         assert_hits_return(engines, "after the restart of the process")
         assert all(engine.counters.shared.restarts == 1 for engine in engines)

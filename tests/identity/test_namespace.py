@@ -14,13 +14,13 @@ import pytest
 from model_files import exchange, model
 from vllm_configs import HfConfig, KernelConfig, LoadConfig, ModelConfig, SchedulerConfig, vllm_config
 
+from kvbm.engines.opening import namespace_of, public_facts
 from kvbm.engines.vllm import identity
 from kvbm.identity import loading, machine
 from kvbm.identity.description import describe
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.machine import release_of
 from kvbm.identity.options import Options, depends_on_length
-from kvbm.leader.opening import namespace_of, public_facts
 from kvbm.types import SegmentInfo
 
 HOUR_NS = 3_600_000_000_000

@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,14 +29,15 @@ from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader
-from kvbm.leader.opening import lower_tiers
 from kvbm.leader.request import LoadResult
 from kvbm.plan import StepPlan
 from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.orders import DiskResult, FoundBlocks, Read, Write
+from kvbm.tiers.disk.tier import DiskTier
 from kvbm.tiers.disk.wear import Wear
 from kvbm.tiers.rates import KnownRates
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
+from kvbm.tiers.shared.tier import SharedTier
 from kvbm.types import SegmentInfo, Tier
 
 PIECE_BYTES = 512
@@ -357,7 +359,11 @@ class Rig:
                 evictions=self.g1.evictions,
                 **({"clock": lambda: self.now_s} if has_manual_clock else {}),
             ),
-            [*lower_tiers(self.disk, self.store), *more_tiers],
+            [
+                *([] if self.disk is None else [partial(DiskTier, self.disk)]),
+                *([] if self.store is None else [partial(SharedTier, self.store)]),
+                *more_tiers,
+            ],
         )
         if store is not None:
             self.shared_tier._random.seed(0)

@@ -16,9 +16,9 @@ from rig import G1, FakeDisk, Rank, Rig, chain, disk_policy
 
 from kvbm.config.schema import ConnectorConfig
 from kvbm.device.pool import TransferPool
+from kvbm.engines.opening import EngineAtStart, known, open_tiers
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
-from kvbm.leader.opening import EngineAtStart, known, open_tiers
 from kvbm.tiers.disk.service import client
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.types import SegmentInfo, SlotState

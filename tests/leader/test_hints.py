@@ -356,14 +356,14 @@ def test_a_conversation_that_grows_counts_once():
         hint = Hint("a", retain_s=120)
         assert hints.arrive(hint, b"a", names(0, 5 * turn)).retained == 5 * turn
         hints.finish(hint, b"a", names(0, 5 * turn + 1))
-    assert hints.total == 5 * 19 + 1
+    assert hints.retentions.total == 5 * 19 + 1
 
 
 def test_all_tenants_together_retain_at_most_their_share():
     hints, _ = ledger()
     for one in range(10_000):
         assert hints.arrive(Hint(retain_s=1e9), b"%d" % one, names(100 * one, 3)).retained == 3
-        assert hints.total <= TOTAL_SHARE * 400
+        assert hints.retentions.total <= TOTAL_SHARE * 400
 
 
 def test_sessions_and_retentions_are_bounded():
@@ -373,7 +373,7 @@ def test_sessions_and_retentions_are_bounded():
         hints.arrive(hint, b"", names(10 * one, 2))
         hints.finish(hint, b"", names(10 * one, 3))
     assert 0.9 * MOST_SESSIONS < len([*hints._sessions]) <= MOST_SESSIONS
-    assert len([*hints._retentions]) <= MOST_RETENTIONS
+    assert len([*hints.retentions]) <= MOST_RETENTIONS
     hints.finish(Hint("long"), b"", names(0, 16_000))
     for one in range(20):
         hints.finish(Hint(f"long {one}"), b"", names(20_000 * one, 16_000))
@@ -411,7 +411,7 @@ def test_a_new_tenant_retains_its_share_whoever_came_before():
     for number, way in enumerate(greedy_tenants(hints)):
         for one in range(4):
             assert retain(hints, b"new %d" % number, 5_000_000 + 1000 * number + 10 * one, 4) == 4, way
-        assert hints.total <= TOTAL_SHARE * 20_000
+        assert hints.retentions.total <= TOTAL_SHARE * 20_000
     assert hints._counters.retain_share_hints > 4
 
 
@@ -420,7 +420,7 @@ def test_a_tenant_keeps_the_quota_that_an_operator_gave_it():
     assert hints.limit(0.25, b"bob") == 5_000
     assert retain(hints, b"bob", 9_000_000, 4_990) == 4_990
     for _ in greedy_tenants(hints):
-        assert hints.retained(b"bob") == 4_990
+        assert hints.retentions.held(b"bob") == 4_990
         assert retain(hints, b"new", 8_000_000, 4) == 4
     assert retain(hints, b"bob", 9_500_000, 4) == 4
 
@@ -430,7 +430,7 @@ def test_a_tenant_with_a_quota_gets_it_back_from_those_who_borrowed_it():
     assert retain(hints, b"", 0, 10_000) == 10_000
     hints.limit(0.25, b"bob")
     assert retain(hints, b"bob", 9_000_000, 5_000) == 5_000
-    assert hints.retained(b"") + 5_000 <= hints.total <= 10_000
+    assert hints.retentions.held(b"") + 5_000 <= hints.retentions.total <= 10_000
 
 
 def test_quotas_of_more_than_there_is_are_reserved_in_proportion():
@@ -439,7 +439,7 @@ def test_quotas_of_more_than_there_is_are_reserved_in_proportion():
         hints.limit(0.5, tenant)
         for _ in range(4):
             retain(hints, tenant, 1000 * tenant[0], 200)
-    assert [hints.retained(tenant) for tenant in (b"a", b"b", b"c", b"d")] == [50] * 4
+    assert [hints.retentions.held(tenant) for tenant in (b"a", b"b", b"c", b"d")] == [50] * 4
     assert retain(hints, b"new", 1_000_000, 4) == 0
 
 
@@ -449,8 +449,8 @@ def test_two_tenants_that_want_all_have_as_much_each():
     for turn in range(10):
         for number, tenant in enumerate((b"a", b"b")):
             retain(hints, tenant, 1_000_000 * (number + 1) + 10_000 * turn, 4_000)
-    assert abs(hints.retained(b"a") - hints.retained(b"b")) <= 3_000
-    assert hints.total > 9_000
+    assert abs(hints.retentions.held(b"a") - hints.retentions.held(b"b")) <= 3_000
+    assert hints.retentions.total > 9_000
 
 
 def test_a_tenant_remembers_its_session_while_another_one_begins_thousands():
@@ -483,8 +483,8 @@ def test_what_is_given_up_for_another_tenant_is_evicted_like_other_blocks():
     serve(rig, "two", two, {"retain_s": 480})
     for number in range(4):
         serve(rig, f"bob {number}@bob", chain(f"bob {number}", 4), {"retain_s": 480})
-    assert rig.leader.hints.total <= 40
-    assert rig.leader.hints.retained(b"bob") == 16
+    assert rig.leader.hints.retentions.total <= 40
+    assert rig.leader.hints.retentions.held(b"bob") == 16
     scan(rig, 30)
     assert [present(rig, chain(f"bob {number}", 4)) for number in range(4)] == [4] * 4
     for hashes in (one, two):
@@ -539,10 +539,10 @@ def test_the_sums_of_the_quota_are_those_of_its_parts(steps):
         hints.finish(hint, tenant, [*chain_, *names(50_000 + start, 1)])
         assert 0 <= retained <= count
         by_tenant = {}
-        for one in hints._retentions:
+        for one in hints.retentions:
             by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + len(one.chain)
-        assert all(count == hints.retained(tenant) <= hints.quota(tenant) for tenant, count in by_tenant.items())
-        assert sum(by_tenant.values()) == hints.total <= 50
+        assert all(count == hints.retentions.held(tenant) <= hints.quota(tenant) for tenant, count in by_tenant.items())
+        assert sum(by_tenant.values()) == hints.retentions.total <= 50
         assert hints._sessions.total == sum(max(1, len(one.chain)) for one in hints._sessions) <= 100
 
 
@@ -567,7 +567,7 @@ def test_wrong_hints_cost_at_most_a_twentieth_of_the_hits(told, capacity):
     cache = hits(capacity, workload(), told)
     assert cache.hit_blocks >= LEAST * hits(capacity, workload(), None).hit_blocks
     assert cache.largest <= 1
-    assert cache.hints.total <= TOTAL_SHARE * capacity
+    assert cache.hints.retentions.total <= TOTAL_SHARE * capacity
 
 
 def test_a_right_hint_counts_from_the_first_turn_on():

@@ -11,12 +11,12 @@ from concurrent.futures import Future
 import pytest
 from waiting import eventually
 
-from kvbm.child import deadlines, service_process
+from kvbm.child import deadlines, service
 from kvbm.config.schema import ConnectorConfig
+from kvbm.engines.opening import EngineAtStart, namespace_of, open_tiers
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
-from kvbm.leader.opening import EngineAtStart, namespace_of, open_tiers
 from kvbm.tiers.settings import EngineTraits, LeaderSettings
 
 LIMIT_S = 20.0
@@ -39,14 +39,14 @@ def opened(tmp_path, segments, *names, identity, space=types.MappingProxyType({"
     }
     config = ConnectorConfig.model_validate({"tiers": {name: tiers[name] for name in ("host", *names)}})
     engine = EngineAtStart(segments, EngineTraits(16), 8, lambda: identity)
-    return open_tiers(config, engine, LeaderSettings.of(config, segments, engine.traits, g1_blocks=8))
+    begun = open_tiers(config, engine, LeaderSettings.of(config, segments, engine.traits, g1_blocks=8))
+    return [tier for tier, _ in begun]
 
 
 @pytest.mark.parametrize("doubt", ["", "why"])
 def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, caplog):
     identity: Future = Future()
-    disk, _ = opened(tmp_path, segments, "disk", identity=identity)
-    assert disk is not None
+    (disk,) = opened(tmp_path, segments, "disk", identity=identity)
     disk.poll()
     assert (disk.is_on, disk.is_unnamed, disk.is_silent) == (False, True, False)
     identity.set_result((FACTS, doubt))
@@ -63,8 +63,7 @@ def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, ca
 @pytest.mark.parametrize("doubt", ["", "why"])
 def test_the_shared_tier_opens_when_the_identity_is_known_and_not_in_doubt(tmp_path, segments, doubt, caplog):
     identity: Future = Future()
-    _, shared = opened(tmp_path, segments, "shared", identity=identity)
-    assert shared is not None
+    (shared,) = opened(tmp_path, segments, "shared", identity=identity)
     shared.poll()
     assert not shared.is_on
     identity.set_result((FACTS, doubt))
@@ -94,8 +93,8 @@ def children(monkeypatch):
             os.kill(child.pid, signal.SIGSTOP)
         return child, channel
 
-    start_child = service_process.start_child
-    monkeypatch.setattr(service_process, "start_child", start)
+    start_child = service.start_child
+    monkeypatch.setattr(service, "start_child", start)
     return found
 
 

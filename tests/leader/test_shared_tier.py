@@ -330,7 +330,7 @@ def test_an_object_that_will_expire_soon_is_written_again():
 
     def aging(order, fault):
         result = get(order, fault)
-        return type(result)(result.ticket, result.outcome, result.is_good, is_aging=True)
+        return type(result)(result.ticket, result.outcome, is_aging=True)
 
     rig.store._get = aging
     serve(rig, "r", hashes)

@@ -218,7 +218,7 @@ MUTANTS = (
     Mutant(
         name="handle-can-be-released-twice",
         bug="Releasing does not end a handle, so that a second release frees a slot that has another owner.",
-        file="kvbm/core/blocks.py",
+        file="kvbm/core/store.py",
         old="""\
         store = self._holder()
         self._store = None

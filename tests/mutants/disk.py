@@ -84,7 +84,7 @@ MUTANTS = (
         name="disk-cache-of-another-model-is-taken-over",
         bug="An instance in the directory of a model is used whatever model its superblock names.",
         file="kvbm/tiers/disk/instance.py",
-        old="if former.namespace != self.namespace.digest.hex():",
+        old="if former.namespace != self.superblock.namespace:",
         new="if False:",
         fails="tests/disk/test_corruption.py -k another_model",
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="disk-fails-tickets-of-a-living-process",
         bug="Tickets fail when the channel ends, although the process may still write into host memory.",
-        file="kvbm/child/service_process.py",
+        file="kvbm/child/service.py",
         old="        if not (is_expected or is_gone(self.pid)):",
         new="        if False:",
         fails="tests/child/test_service.py -k broken_channel",
@@ -398,9 +398,9 @@ MUTANTS = (
     Mutant(
         name="tiers-that-hang-hold-up-a-start-one-after-the-other",
         bug="a start with two tiers that hang takes two deadlines",
-        file="kvbm/leader/opening.py",
-        old="    try:\n        shared = _begin_shared(",
-        new="    try:\n        _ = disk and disk.await_opening()\n        shared = _begin_shared(",
+        file="kvbm/engines/opening.py",
+        old="                begun.append(tier)\n",
+        new="                begun.append(tier)\n                tier[0].await_opening()\n",
         fails="tests/leader/test_late_identity.py -k as_long_as_one",
     ),
     Mutant(

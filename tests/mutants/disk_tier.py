@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         name="disk-that-does-not-answer-is-on",
         bug="A disk process that is stopped is sent more and more.",
-        file="kvbm/child/service_process.py",
+        file="kvbm/child/service.py",
         old="not (self._has_exited or self.is_silent)",
         new="not self._has_exited",
         fails="tests/disk/test_client.py -k off_until_it_does --timeout 70",

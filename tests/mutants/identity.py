@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         name="tier-opens-before-its-name",
         bug="the disk tier waits in the start of the engine until the model's files are digested",
-        file="kvbm/leader/opening.py",
+        file="kvbm/engines/opening.py",
         old="    if future.done():\n",
         new="    if True:\n",
         fails="tests/leader/test_late_identity.py",
@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         name="identity-persists-in-doubt",
         bug="blocks are kept for the next start although the identity is in doubt",
-        file="kvbm/leader/opening.py",
+        file="kvbm/engines/opening.py",
         old="persist=section.persist and not doubt,",
         new="persist=section.persist,",
         fails="tests/embedded/test_exchanged_weights.py -k cannot_be_identified",
@@ -272,7 +272,7 @@ MUTANTS = (
     Mutant(
         name="namespace-counts-the-model-path",
         bug="a copy of a model at another path finds no blocks",
-        file="kvbm/leader/opening.py",
+        file="kvbm/engines/opening.py",
         old="for name, value in named.items() if name != DISPLAY",
         new="for name, value in named.items()",
         fails="tests/identity/test_namespace.py -k equal_copies",
@@ -280,7 +280,7 @@ MUTANTS = (
     Mutant(
         name="namespace-shows-directories",
         bug="people on other machines see where the model lies on this one",
-        file="kvbm/leader/opening.py",
+        file="kvbm/engines/opening.py",
         old="PurePath(str(facts[DISPLAY])).name",
         new="str(PurePath(str(facts[DISPLAY])))",
         fails="tests/identity/test_namespace.py -k others_see_no_directory",

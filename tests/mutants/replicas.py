@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         name="replicas-are-not-in-the-identity",
         bug="blocks on disk that were written with another number of copies are read",
-        file="kvbm/leader/opening.py",
+        file="kvbm/engines/opening.py",
         old="info.layout_digest] for info in segments if info.replica == 0]",
         new="info.layout_digest] for info in segments]",
         fails="tests/leader/test_equal_ranks.py",

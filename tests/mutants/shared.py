@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         name="object-first-listing-is-lost",
         bug="what comes right behind the answer to the start is dropped: a new engine does not know the store",
-        file="kvbm/child/service_process.py",
+        file="kvbm/child/service.py",
         old="""\
             for message in received:
                 self._handle(message)
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         name="object-process-end-loses-orders",
         bug="orders of a process that was killed never end",
-        file="kvbm/child/service_process.py",
+        file="kvbm/child/service.py",
         old="""\
         self.off_because = f"the {self.tier} process has exited"
         self._fail_in_flight()
@@ -264,7 +264,7 @@ MUTANTS = (
     Mutant(
         name="object-process-silence-is-not-seen",
         bug="a process that is stopped keeps the tier on",
-        file="kvbm/child/service_process.py",
+        file="kvbm/child/service.py",
         old="self.is_silent = is_due and now - self._answered_s() > deadlines.ANSWER_LIMIT_S",
         new="self.is_silent = False",
         fails=f"{SERVICE} -k stopped_process",

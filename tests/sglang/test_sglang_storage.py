@@ -12,10 +12,10 @@ import pytest
 from host_pools import LAYOUTS, SGLangHostPool, storage_config
 
 from kvbm.child import deadlines
+from kvbm.engines.opening import known
 from kvbm.engines.sglang import leader_thread, storage
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import storage_leader
-from kvbm.leader.opening import known
 from kvbm.types import Tier
 from kvbm_cli.serve.reported_sizes import ReportedSizes
 

@@ -71,7 +71,7 @@ def are_read_once(proxy, processes, numbers):
     before = copies_read(processes)
     tickets = [(rig, rig.start_get(number, number % OBJECTS), number) for number in numbers for rig in processes]
     for rig, ticket, number in tickets:
-        assert rig.wait(ticket).is_good == (True,)
+        assert rig.wait(ticket).outcome is Outcome.GOOD
         assert rig.holds(number, number % OBJECTS)
     assert len(proxy.objects_asked) == OBJECTS
     once = set(proxy.objects_asked.values()) == {1}
@@ -90,10 +90,10 @@ def test_what_a_killed_engine_was_reading_another_one_reads(proxy, processes):
     mine = [first.start_get(number, number) for number in range(4)]
     second.await_that(lambda: len(proxy.objects_asked) == 4)
     others = [second.start_get(number, number) for number in range(4)]
-    os.kill(first.client.pid, signal.SIGKILL)
+    os.kill(first.client.process.pid, signal.SIGKILL)
     proxy.fault = None
     for number, ticket in enumerate(others):
-        assert second.wait(ticket).is_good == (True,)
+        assert second.wait(ticket).outcome is Outcome.GOOD
         assert second.holds(number, number)
     assert {first.wait(ticket).outcome for ticket in mine} == {Outcome.FAILED}
     assert second.client.is_on
@@ -108,19 +108,19 @@ def test_a_stopped_engine_delays_others_once(proxy, processes):
     for number in range(8):
         first.start_get(number, number)
     second.await_that(lambda: len(proxy.objects_asked) == 8)
-    os.kill(first.client.pid, signal.SIGSTOP)
+    os.kill(first.client.process.pid, signal.SIGSTOP)
     try:
         proxy.fault = None
         for numbers, limit_s in ((range(4), 1.5), (range(4, 8), 0.5)):
             began_s = time.monotonic()
             tickets = [second.start_get(number, number) for number in numbers]
             for number, ticket in zip(numbers, tickets, strict=True):
-                assert second.wait(ticket).is_good == (True,)
+                assert second.wait(ticket).outcome is Outcome.GOOD
                 assert second.holds(number, number)
             assert time.monotonic() - began_s < limit_s
         assert second.client.is_on
     finally:
-        os.kill(first.client.pid, signal.SIGCONT)
+        os.kill(first.client.process.pid, signal.SIGCONT)
 
 
 class Counting:
@@ -153,13 +153,13 @@ def pair(tmp_path):
 
 
 def assert_read(rig, number=0):
-    assert all(rig.get(make_run(number)).is_good)
+    assert rig.get(make_run(number)).outcome is Outcome.GOOD
     assert all(rig.holds(32 + position, name) for position, name in enumerate(make_run(number)))
 
 
 def test_a_copy_has_also_what_its_reader_skipped(pair):
     first, second = pair
-    assert first.get(make_run(0), wanted={1}).is_good == (False, True, False, False)
+    assert first.get(make_run(0), wanted={1}).outcome is Outcome.GOOD
     assert first.holds(33, make_run(0)[1])
     assert_read(second)
     assert (first.counting.count, second.counting.count) == (1, 0)
@@ -230,7 +230,7 @@ class Old:
     """A store whose objects are 1000 seconds old, of `length` bytes."""
 
     name, threads, write_threads, batch_objects = "old", 1, 1, 1
-    min_extent_bytes, creates_once, can_list, limit_s = 1, False, False, 1.0
+    can_list, limit_s = False, 1.0
 
     def __init__(self):
         self.count = 0

@@ -31,7 +31,7 @@ def rig(proxy, place):
     with opened(place) as rig:
         for number in range(3):
             assert rig.put(make_run(number)).outcome is Outcome.GOOD
-        assert all(rig.get(make_run(0)).is_good)
+        assert rig.get(make_run(0)).outcome is Outcome.GOOD
         yield rig
 
 
@@ -62,7 +62,6 @@ def test_every_fault_is_a_miss_in_time_and_the_store_is_used_again_after_it(rig,
     results = get_at_once(rig, 3)
     assert time.monotonic() - began_s < MISS_LIMIT_S
     assert all(result.outcome in (Outcome.BAD, Outcome.FAILED) for result in results), results
-    assert not any(flag for result in results for flag in result.is_good)
     assert (fault == "refuse") == (proxy.faults_shown == 0)
     if fault in WHOLE_STORE:
         assert rig.storage.off_because
@@ -71,19 +70,19 @@ def test_every_fault_is_a_miss_in_time_and_the_store_is_used_again_after_it(rig,
     proxy.fault = None
     await_on(rig)
     for number, result in enumerate(get_at_once(rig, 3)):
-        assert all(result.is_good), result
+        assert result.outcome is Outcome.GOOD, result
         assert all(rig.holds(slot, name) for slot, name in zip(slots_of(number), make_run(number), strict=True))
 
 
 @each_server
 def test_a_store_that_has_become_slower_gets_more_time(rig, proxy):
     while rig.store.limit_s > LEAST_LIMIT_S:
-        assert all(rig.get(make_run(0)).is_good)
+        assert rig.get(make_run(0)).outcome is Outcome.GOOD
     proxy.bytes_per_s = rig.form.object_bytes / (1.5 * LEAST_LIMIT_S)
     proxy.fault = "slow"
     assert rig.get(make_run(0)).outcome is Outcome.FAILED
     assert rig.store.limit_s == 2 * LEAST_LIMIT_S
-    assert all(rig.get(make_run(0)).is_good)
+    assert rig.get(make_run(0)).outcome is Outcome.GOOD
 
 
 @each_server
@@ -117,12 +116,12 @@ def test_a_stopped_server_is_a_miss_and_is_used_again_when_it_continues(server, 
             began_s = time.monotonic()
             results = get_at_once(rig, 4)
             assert time.monotonic() - began_s < MISS_LIMIT_S
-            assert not any(flag for result in results for flag in result.is_good)
+            assert not any(result.outcome is Outcome.GOOD for result in results)
             assert rig.storage.off_because
         finally:
             server.signal(signal.SIGCONT)
         await_on(rig)
-        assert all(rig.get(make_run(0)).is_good)
+        assert rig.get(make_run(0)).outcome is Outcome.GOOD
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -133,13 +132,12 @@ def test_a_server_killed_under_load_is_a_miss(name, tmp_path, monkeypatch):
             with opened(fresh_place(server)) as rig:
                 rig.put(make_run(0))
                 tickets = [rig.submit(Get, make_run(0), slots_of(0)) for _ in range(200)]
-                assert all(rig.wait(tickets[0]).is_good)
+                assert rig.wait(tickets[0]).outcome is Outcome.GOOD
                 server.signal(signal.SIGKILL)
                 began_s = time.monotonic()
                 results = [rig.wait(ticket) for ticket in tickets]
                 assert time.monotonic() - began_s < MISS_LIMIT_S
                 assert {result.outcome for result in results} == {Outcome.GOOD, Outcome.FAILED}
-                assert all(all(result.is_good) == (result.outcome is Outcome.GOOD) for result in results)
                 assert rig.storage.off_because
                 assert all(rig.holds(slot, name) for slot, name in zip(slots_of(0), make_run(0), strict=True))
     except servers.NotInstalled as missing:
@@ -168,7 +166,7 @@ def test_two_storages_that_write_the_same_runs_make_no_wrong_byte(server, place)
         assert all(rig.wait(ticket).outcome in (Outcome.GOOD, Outcome.EXISTS) for rig, ticket in writes)
         for rig in (first, second):
             for number, result in enumerate(get_at_once(rig, 4)):
-                assert all(result.is_good)
+                assert result.outcome is Outcome.GOOD
                 assert all(rig.holds(s, name) for s, name in zip(slots_of(number), make_run(number), strict=True))
 
 
@@ -189,7 +187,7 @@ def test_a_server_that_ignores_conditions_is_known_as_such_and_writes_work(serve
     with opened(place) as rig:
         assert not rig.store.creates_once
         assert rig.put(make_run(0)).outcome is Outcome.GOOD
-        assert all(rig.get(make_run(0)).is_good)
+        assert rig.get(make_run(0)).outcome is Outcome.GOOD
 
 
 def test_a_url_with_a_password_is_refused_without_showing_it():

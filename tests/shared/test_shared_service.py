@@ -16,7 +16,7 @@ from conftest import fresh_place, set_environment
 from fault_proxy import FaultProxy
 from storage_rig import HASH_BYTES, NAMESPACE, make_hash, pattern
 
-from kvbm.child import deadlines, service_process
+from kvbm.child import deadlines, service
 from kvbm.child.channel import Channel
 from kvbm.child.child import Opening
 from kvbm.child.parent import is_gone
@@ -36,7 +36,7 @@ ENGINE = """
 import os, sys
 from test_shared_service import opened
 with opened(sys.argv[1]) as rig:
-    print(rig.client.pid, flush=True)
+    print(rig.client.process.pid, flush=True)
     os.read(0, 1)
 """
 
@@ -123,7 +123,7 @@ def url(tmp_path):
 def test_runs_come_back_through_the_process(url):
     with opened(url) as rig:
         assert rig.put(0).outcome is Outcome.GOOD
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
         assert rig.holds(0)
         assert rig.wait(rig.submit(Probe, [make_hash(0), make_hash(1)])).present == 1
         assert rig.client.counters.probes == 1
@@ -135,16 +135,16 @@ def test_a_store_whose_blocks_get_their_name_later_has_the_runs_of_that_name(url
     named = Future()
     with opened(url, named=named) as rig:
         rig.poll()
-        assert (rig.client.is_on, rig.client.extent_blocks, rig.client.pid) == (False, 0, 0)
+        assert (rig.client.is_on, rig.client.extent_blocks, rig.client.process.pid) == (False, 0, 0)
         named.set_result(NAME)
         rig.await_that(lambda: rig.client.is_on)
         assert (rig.client.extent_blocks, rig.client.restarts, rig.client.counters.times_off) == (1, 0, 0)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
         assert rig.holds(0)
-        pid = rig.client.pid
+        pid = rig.client.process.pid
         os.kill(pid, signal.SIGKILL)
         rig.await_that(lambda: rig.client.restarts == 1 and rig.client.is_on)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
 
 
 @pytest.mark.parametrize("name", [None, "never"])
@@ -216,12 +216,12 @@ def test_a_process_that_starts_again_with_another_secret_stays_off(url, tmp_path
             rig.await_that(lambda: rig.client.is_on)
         rig.put(0)
         key_file.write_text("b" * 32)
-        os.kill(rig.client.pid, signal.SIGKILL)
+        os.kill(rig.client.process.pid, signal.SIGKILL)
         rig.await_that(lambda: "secret" in caplog.text)
         assert not rig.client.is_on
         key_file.write_text("a" * 32)
         rig.await_that(lambda: rig.client.is_on)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
 
 
 def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monkeypatch):
@@ -233,16 +233,16 @@ def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monke
             assert rig.put(0).outcome is Outcome.EXISTS
             proxy.fault = "hang"
             tickets = [rig.start_get(0, slot) for slot in range(1, 9)]
-            os.kill(rig.client.pid, signal.SIGKILL)
+            os.kill(rig.client.process.pid, signal.SIGKILL)
             results = [rig.wait(ticket) for ticket in tickets]
             assert {result.outcome for result in results} == {Outcome.FAILED}
-            assert not any(flag for result in results for flag in result.is_good)
+            assert not any(result.outcome is Outcome.GOOD for result in results)
             assert not rig.client.is_on
             assert rig.get(0).outcome is Outcome.FAILED  # at once, without a process
             proxy.fault = None
             rig.await_that(lambda: rig.client.is_on)
             assert rig.client.restarts == 1
-            assert rig.get(0).is_good == (True,)
+            assert rig.get(0).outcome is Outcome.GOOD
             assert rig.holds(0)
             assert rig.client.counters.writes_saved == 1  # of both processes
 
@@ -250,7 +250,7 @@ def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monke
 def test_a_stopped_process_keeps_its_orders_and_is_used_again_when_it_continues(url):
     with opened(url) as rig:
         rig.put(0)
-        pid = rig.client.pid
+        pid = rig.client.process.pid
         os.kill(pid, signal.SIGSTOP)
         try:
             ticket = rig.start_get(0, 1)
@@ -260,10 +260,10 @@ def test_a_stopped_process_keeps_its_orders_and_is_used_again_when_it_continues(
             assert ticket not in rig.ended  # it may still write into the slot
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert rig.wait(ticket).is_good == (True,)
+        assert rig.wait(ticket).outcome is Outcome.GOOD
         assert rig.holds(0)
         assert rig.client.is_on
-        assert (rig.client.pid, rig.client.restarts) == (pid, 0)
+        assert (rig.client.process.pid, rig.client.restarts) == (pid, 0)
 
 
 def test_the_process_exits_with_a_killed_engine(url):
@@ -296,7 +296,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_an_error_that_names_it(mon
 @pytest.fixture
 def stopped(monkeypatch):
     """Processes that are stopped before they open their store."""
-    start, pids = service_process.start_child, []
+    start, pids = service.start_child, []
 
     def start_and_stop(module, what):
         child, channel = start(module, what)
@@ -305,7 +305,7 @@ def stopped(monkeypatch):
         return child, channel
 
     monkeypatch.setattr(deadlines, "START_LIMIT_S", 0.5)
-    monkeypatch.setattr(service_process, "start_child", start_and_stop)
+    monkeypatch.setattr(service, "start_child", start_and_stop)
     return pids
 
 
@@ -331,7 +331,7 @@ def test_a_process_whose_read_never_ends_is_replaced(url, monkeypatch):
     monkeypatch.setattr(deadlines, "REPLACE_AFTER_S", 1.0)
     with opened(url) as rig:
         rig.put(0)
-        pid = rig.client.pid
+        pid = rig.client.process.pid
         os.kill(pid, signal.SIGSTOP)
         receive = rig.client.process._channel.receive
         heartbeats = lambda: receive() if is_gone(pid) else [Opening()]  # noqa: E731
@@ -339,7 +339,7 @@ def test_a_process_whose_read_never_ends_is_replaced(url, monkeypatch):
         assert rig.wait(rig.start_get(0, 1)).outcome is Outcome.FAILED
         assert not is_running(pid)
         rig.await_that(lambda: rig.client.is_on)
-        assert rig.get(0).is_good == (True,)
+        assert rig.get(0).outcome is Outcome.GOOD
 
 
 def test_credentials_are_neither_in_arguments_nor_in_messages_nor_in_the_log(server_of, monkeypatch, caplog):
@@ -348,7 +348,7 @@ def test_credentials_are_neither_in_arguments_nor_in_messages_nor_in_the_log(ser
     caplog.set_level("DEBUG")
     with opened(fresh_place(server)) as rig:
         rig.put(0)
-        command = Path(f"/proc/{rig.client.pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{rig.client.process.pid}/cmdline").read_bytes()
     with pytest.raises(EnvironmentProblem) as caught, opened("s3://no-such-bucket/team"):
         pass
     shown = f"{command!r} {caught.value!r} {caught.value.message} {caught.value.hint} {caplog.text}"

@@ -156,7 +156,7 @@ def test_disk_process_that_is_killed_costs_hits_and_no_token(tmp_path, version, 
 
 
 def disk_pid(engine: Engine) -> int:
-    return int(tier_of(leader_of(engine), Tier.DISK).disk.pid)
+    return int(tier_of(leader_of(engine), Tier.DISK).disk.process.pid)
 
 
 @pytest.mark.sampled(3)

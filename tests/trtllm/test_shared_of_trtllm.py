@@ -108,7 +108,7 @@ def test_a_killed_process_costs_hits_and_no_token(tmp_path, model):
     filled(tmp_path / "store", model)
     with engine_on(tmp_path / "store", model) as engine:
         shared = tier_of(leader_of(engine), Tier.SHARED)
-        os.kill(shared.client.pid, signal.SIGKILL)
+        os.kill(shared.client.process.pid, signal.SIGKILL)
         run(engine, 52)
         idle(engine, lambda: shared.client.restarts > 0)
         assert engine.counters.faults == 0

@@ -19,11 +19,11 @@ from vllm.v1.attention.backends import registry
 from vllm.v1.core import kv_cache_utils
 
 from kvbm.engines.make_model import materialise
+from kvbm.engines.opening import namespace_of
 from kvbm.engines.vllm import identity
 from kvbm.engines.vllm.options import OMITTED, OTHER_SECTIONS
 from kvbm.identity import code, loading
 from kvbm.identity.description import describe
-from kvbm.leader.opening import namespace_of
 
 HOUR_NS = 3_600_000_000_000
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

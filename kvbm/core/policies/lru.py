@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from kvbm.core.policies.order import Order
 from kvbm.core.policies.policy import Policy
-from kvbm.core.slot_lists import SlotLists
+from kvbm.core.slot_lists import Order, SlotLists
 
 
 class LeastRecent(Order):

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from kvbm.core.index import HashIndex
 from kvbm.core.policies.chain_use import ChainHint, ChainUse
-from kvbm.core.policies.order import Order
+from kvbm.core.slot_lists import Order
 
 
 class Policy:

@@ -34,8 +34,7 @@ from itertools import chain, groupby, islice
 from typing import cast
 
 from kvbm.core.index import ascending_runs, picked
-from kvbm.core.policies.order import Order
-from kvbm.core.slot_lists import SlotLists
+from kvbm.core.slot_lists import Order, SlotLists
 
 PAUSES_S = (25.0, 100.0, 400.0)  # the limits between classes of pauses
 # A block that came back after such a pause counts as at least so old. Blocks behind it in a chain were last used before

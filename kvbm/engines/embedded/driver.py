@@ -21,8 +21,8 @@ from kvbm.device.worker import HostCapacity, Worker
 from kvbm.engines.embedded.engine.connector import ConnectorOutput
 from kvbm.engines.embedded.worker_placement import ProcessWorker
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.opening import EngineAtStart, known, open_leader
 from kvbm.hashing import HASH_BYTES, extend, namespace, root
-from kvbm.leader.opening import EngineAtStart, known, open_leader
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.series import EngineReport, SeriesCollector
 from kvbm.observe.telemetry import Telemetry

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, hook
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.opening import EngineAtStart, open_leader
 from kvbm.engines.trtllm.identity import identity
 from kvbm.engines.trtllm.messages import NOTHING, TransferOrders
 from kvbm.engines.trtllm.request_key import RequestKey, request_key
@@ -35,7 +36,6 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.identity.description import Description, describe
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.opening import EngineAtStart, open_leader
 from kvbm.observe.telemetry import Telemetry
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks
 

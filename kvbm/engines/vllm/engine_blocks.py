@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.opening import EngineAtStart, open_leader
 from kvbm.engines.vllm import idle_engine
 from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.announcer import Announcer
@@ -35,7 +36,6 @@ from kvbm.hashing import tenant
 from kvbm.host.processes import boot_id
 from kvbm.identity.description import Description, describe
 from kvbm.leader.late_offloads import SMALL_HOST, reason_to_copy_at_once
-from kvbm.leader.opening import EngineAtStart, open_leader
 from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks

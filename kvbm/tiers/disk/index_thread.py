@@ -276,7 +276,7 @@ class IndexThread:
 
     def _rows(self, transfer: WriteTransfer) -> Iterator[tuple[IndexRow, bytes]]:
         """Yield the row and the note of each block that is on disk."""
-        now, length = time.time(), self._instance.shape.payload_bytes
+        now, length = time.time(), self._instance.superblock.payload_bytes
         order = transfer.order
         notes = order.notes or [b""] * len(order.hashes)
         columns = zip(order.disk_slots, order.hashes, transfer.checksums, order.tenants, strict=True)
@@ -356,7 +356,7 @@ class IndexThread:
         """Return whether the arena stores a page and the index accepts a commit."""
         instance = self._instance
         try:
-            prove_arena(instance.arena, instance.shape, self._io)
+            prove_arena(instance.arena, instance.superblock, self._io)
             if instance.index is not None:
                 instance.index.prove()
                 return bool(instance.arena.has_its_name())

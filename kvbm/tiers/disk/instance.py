@@ -17,7 +17,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -68,20 +68,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes that determine the length of an arena."""
-
-    payload_bytes: int
-    hash_bytes: int
-    slot_bytes: int
-    slot_count: int
-
-    @property
-    def arena_bytes(self) -> int:
-        return self.slot_count * self.slot_bytes + PROBE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
 class _NewInstance:
     settings: DiskSettings
     namespace: Namespace
@@ -107,11 +93,10 @@ class _NewInstance:
 class Instance:
     """An open cache. `index` and `lock` are None if it is not persistent."""
 
-    def __init__(self, path: Path, namespace: Namespace, arena: Arena, shape: Shape) -> None:
+    def __init__(self, path: Path, arena: Arena, superblock: Superblock) -> None:
         self.path = path
-        self.namespace = namespace
         self.arena = arena
-        self.shape = shape
+        self.superblock = superblock  # what it says if the cache is persistent
         self.lock: InstanceLock | None = None
         self.index: BlockIndex | None = None
         self.recovered: Recovered | None = None
@@ -167,12 +152,12 @@ class Instance:
     def _open_unnamed(cls, wanted: _NewInstance) -> Instance:
         arena = Arena.open_unnamed(wanted.settings.directory)
         try:
-            shape = _shape(arena, wanted)
-            _take_space(arena, shape, wanted)
+            superblock = _described(arena, wanted)
+            _take_space(arena, superblock, wanted)
         except BaseException:
             arena.close()
             raise
-        return cls(wanted.settings.directory, wanted.namespace, arena, shape)
+        return cls(wanted.settings.directory, arena, superblock)
 
     @classmethod
     def _open_locked(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
@@ -193,7 +178,7 @@ class Instance:
         arena = Arena.open(lock.path / ARENA)
         try:
             kept = read_superblock(lock.path / SUPERBLOCK) if wanted.settings.fit else None
-            instance = cls(lock.path, wanted.namespace, arena, _shape(arena, wanted, kept))
+            instance = cls(lock.path, arena, _described(arena, wanted, kept))
             instance.lock = lock
             instance._recover(wanted)
         except BaseException:
@@ -226,7 +211,7 @@ class Instance:
 
     def _recover(self, wanted: _NewInstance) -> None:
         """Bring superblock, index and arena into one state, in an order that may be interrupted anywhere."""
-        shape, path = self.shape, self.path
+        superblock, path = self.superblock, self.path
         former = self._read_superblock()
         if former is None or (why := self._mismatch(former)) is not None:
             if former is not None:
@@ -234,10 +219,10 @@ class Instance:
             _remove(path / SUPERBLOCK)
             _remove(*index_files(path / INDEX))
             self.arena.resize(0, zerofill=False, progress=None)
-        intact_bytes = min(self.arena.length(), shape.arena_bytes)
+        intact_bytes = min(self.arena.length(), _arena_bytes(superblock))
         try:
-            self.recovered = self._load_index(intact_bytes // shape.slot_bytes)
-            _take_space(self.arena, shape, wanted)
+            self.recovered = self._load_index(intact_bytes // superblock.slot_bytes)
+            _take_space(self.arena, superblock, wanted)
             self._write_superblock(former)
         except BaseException:
             if self.index is not None:
@@ -253,24 +238,16 @@ class Instance:
 
     def _mismatch(self, former: Superblock) -> str | None:
         """Return why the blocks cannot be used, None if they can."""
-        if former.namespace != self.namespace.digest.hex():
+        if former.namespace != self.superblock.namespace:
             return f"blocks of another model (namespace {former.namespace})"
-        sizes, shape = (former.payload_bytes, former.hash_bytes, former.slot_bytes), self.shape
-        if sizes != (shape.payload_bytes, shape.hash_bytes, shape.slot_bytes):
-            return f"blocks of {former.payload_bytes} bytes, not {shape.payload_bytes}"
+        ours = self.superblock
+        sizes = former.payload_bytes, former.hash_bytes, former.slot_bytes
+        if sizes != (ours.payload_bytes, ours.hash_bytes, ours.slot_bytes):
+            return f"blocks of {former.payload_bytes} bytes, not {ours.payload_bytes}"
         return None
 
     def _write_superblock(self, former: Superblock | None) -> None:
-        shape, namespace = self.shape, self.namespace
-        superblock = Superblock(
-            namespace=namespace.digest.hex(),
-            facts=dict(namespace.facts),
-            hash_bytes=shape.hash_bytes,
-            payload_bytes=shape.payload_bytes,
-            slot_bytes=shape.slot_bytes,
-            slot_count=shape.slot_count,
-            created=time.time() if former is None else former.created,
-        )
+        superblock = self.superblock if former is None else replace(self.superblock, created=former.created)
         try:
             write_superblock(self.path / SUPERBLOCK, superblock)
         except OSError as error:
@@ -282,7 +259,7 @@ class Instance:
         path = self.path / INDEX
         try:
             self.index = _open_index(path)
-            found = self._drop_misfits(self.index.load(self.shape.hash_bytes), slot_count)
+            found = self._drop_misfits(self.index.load(self.superblock.hash_bytes), slot_count)
             self.notes = self.index.load_notes(found)
             return found
         except sqlite3.Error as error:
@@ -293,7 +270,7 @@ class Instance:
             raise problem(f"cannot open {path}", error) from error
         self.losses.damaged_indexes += 1
         try:
-            return self.renew_index().load(self.shape.hash_bytes)
+            return self.renew_index().load(self.superblock.hash_bytes)
         except sqlite3.Error as error:
             raise _index_problem(f"cannot create {path}", error) from error
         except OSError as error:
@@ -304,7 +281,7 @@ class Instance:
         assert self.index is not None
         if len(np.unique(found.slots)) < len(found.slots):
             raise sqlite3.DatabaseError("two rows have one slot")
-        fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
+        fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.superblock.payload_bytes)
         fits &= (found.generations >= 0) & (found.generations <= MAX_GENERATION)
         misfits = [*found.misfits, *found.slots[~fits].tolist()]
         if misfits:
@@ -318,9 +295,9 @@ class Instance:
         return found.at(np.setdiff1d(np.arange(len(found.slots)), older))
 
 
-def _shape(arena: Arena, wanted: _NewInstance, former: Superblock | None = None) -> Shape:
-    """Return the sizes of an arena. With `fit`, `former` is what the arena was before, and a new one takes no more than
-    is free, with `reclaim` after removing as many unused caches as it needs."""
+def _described(arena: Arena, wanted: _NewInstance, former: Superblock | None = None) -> Superblock:
+    """Return the superblock of an arena. With `fit`, `former` is what the arena was before, and a new one takes no more
+    than is free, with `reclaim` after removing as many unused caches as it needs."""
     settings, unit = wanted.settings, max(PAGE_BYTES, arena.alignment().offset)
     slot_bytes = -(-wanted.payload_bytes // unit) * unit
     slot_count, capacity_bytes = settings.block_count, settings.capacity_bytes or 0
@@ -339,7 +316,12 @@ def _shape(arena: Arena, wanted: _NewInstance, former: Superblock | None = None)
             f"a disk tier of {settings.capacity_bytes} bytes is smaller than one block ({slot_bytes} bytes)",
             hint="raise `tiers.disk.capacity`",
         )
-    return Shape(wanted.payload_bytes, wanted.hash_bytes, slot_bytes, slot_count)
+    name, facts = wanted.namespace.digest.hex(), dict(wanted.namespace.facts)
+    return Superblock(name, facts, wanted.hash_bytes, wanted.payload_bytes, slot_bytes, slot_count, time.time())
+
+
+def _arena_bytes(superblock: Superblock) -> int:
+    return superblock.slot_count * superblock.slot_bytes + PROBE_BYTES
 
 
 def _older_of_a_hash(found: Recovered) -> list[int]:
@@ -363,16 +345,16 @@ def _older_of_a_hash(found: Recovered) -> list[int]:
     return older
 
 
-def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
+def _take_space(arena: Arena, superblock: Superblock, wanted: _NewInstance) -> None:
     """Allocate the arena, switch to direct I/O, and check it with one page that is written and read back."""
     settings = wanted.settings
-    arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=wanted.progress)
+    arena.resize(_arena_bytes(superblock), zerofill=settings.zerofill, progress=wanted.progress)
     try:
         if settings.o_direct:
             arena.use_direct_io(settings.allocator)
         else:
             arena.use_page_cache()
-        prove_arena(arena, shape, ThreadsIO(arena.fd, is_direct=arena.is_direct))
+        prove_arena(arena, superblock, ThreadsIO(arena.fd, is_direct=arena.is_direct))
     except OSError as error:
         what = f"cannot write and read {arena.path}{' with O_DIRECT' if settings.o_direct else ''}"
         why = problem(what, error, hint="set `tiers.disk.o_direct: false`" if settings.o_direct else None)
@@ -380,11 +362,11 @@ def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
         raise (EnvironmentProblem(why.message, hint=why.hint) if is_setting else why) from error
 
 
-def prove_arena(arena: Arena, shape: Shape, io: BlockIO) -> None:
+def prove_arena(arena: Arena, superblock: Superblock, io: BlockIO) -> None:
     """Write a page behind the last slot, and read it back. Raises OSError."""
     pages = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), np.uint8).reshape(2, PAGE_BYTES)
     pages[0] = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
-    offset = shape.slot_count * shape.slot_bytes
+    offset = superblock.slot_count * superblock.slot_bytes
     io.write([IoRun(offset, [pages[0]])])
     arena.sync()
     io.read([IoRun(offset, [pages[1]])])

@@ -49,7 +49,7 @@ class DiskStorage:
         limits: HealthLimits | None = None,
     ) -> None:
         """*Consumes* the instance. Without `slots_carry`, host slots are not checked after a write."""
-        self.slot_count = instance.shape.slot_count
+        self.slot_count = instance.superblock.slot_count
         self.path = instance.path  # directory of the files; without `persist`, the configured directory
         self.io_name = io.name
         self._host_slot_count = min(len(shard) for shard in shards)
@@ -73,7 +73,8 @@ class DiskStorage:
             slots_carry=slots_carry,
             on_end=self._end,
         )
-        geometry = Geometry(shards, instance.shape.slot_bytes, instance.namespace.digest)
+        superblock = instance.superblock
+        geometry = Geometry(shards, superblock.slot_bytes, bytes.fromhex(superblock.namespace))
         self._threads = TransferThreads(threads, io, geometry, self.health, self._transfer_ended)
         self._index_thread.start(self._threads)
 

@@ -36,8 +36,8 @@ from kvbm.tiers.slot_labels import SlotLabels
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.core.policies.chain_use import ChainUse
+    from kvbm.core.store import MutableBlocks, PinnedBlocks
     from kvbm.tiers.disk.service.client import DiskSupervisor
     from kvbm.tiers.rates import KnownRates
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm.host.mounts import TABLE, mount_of
+
 SECTOR_BYTES = 512  # unit of all counters in /sys, independent of the device's sector size
 SECTORS_WRITTEN = 6  # field of /sys/dev/block/*/stat, Documentation/block/stat.rst of Linux
 DAY_S = 86400.0
@@ -22,7 +24,6 @@ WINDOW_S = 3600.0
 SAMPLE_INTERVAL_S = 60.0
 LEAST_BYTES = 64 << 20  # with less, the journal and the index of a start outweigh the blocks
 SYSFS = Path("/sys/dev/block")
-MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class WearMeter:
         directory: Path,
         *,
         sysfs: Path = SYSFS,
-        mounts: Path = MOUNTS,
+        mounts: Path = TABLE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -89,25 +90,14 @@ def _device_below(directory: Path, sysfs: Path, mounts: Path) -> Path | None:
     try:
         number = os.stat(directory).st_dev
         if os.major(number) == 0:
-            source = _mount_source(directory.resolve(), mounts)
-            if source is None or not source.startswith("/dev/"):
+            source = mount_of(directory.resolve(), mounts).source
+            if not source.startswith("/dev/"):
                 return None
             number = os.stat(source).st_rdev
         device = sysfs / f"{os.major(number)}:{os.minor(number)}"
         return device.resolve() if device.exists() else None
     except (OSError, ValueError, IndexError):  # also a mount table in an unknown format
         return None
-
-
-def _mount_source(directory: Path, mounts: Path) -> str | None:
-    """Return the source of the innermost mount of `directory`; of two on one mount point, the later one."""
-    found, depth = None, -1
-    for line in mounts.read_text().splitlines():
-        fields = line.split()
-        point = Path(fields[4].replace("\\040", " "))
-        if directory.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = fields[fields.index("-") + 2], len(point.parts)
-    return found
 
 
 def _drive_bytes(device: Path) -> int | None:

@@ -77,22 +77,21 @@ class ExtentGeometry:
         return Arrival(Incoming(key, buffers, form.object_bytes, filled=checksums.take), header, checksums)
 
     def received(self, order: Get, answer: StoreAnswer, arrival: Arrival, *, aging_s: float) -> ObjectResult:
-        """Return which blocks are proven, after the object has been read: all that were wanted, or none."""
-        none = (False,) * len(order.hashes)
+        """Return whether all blocks that were wanted are proven, after the object has been read."""
         if answer.outcome is not Outcome.GOOD:
-            return ObjectResult(order.ticket, answer.outcome, none, answer.error)
+            return ObjectResult(order.ticket, answer.outcome, answer.error)
         try:
             checksums = self._open(order, arrival.read)
         except BadObject as error:
-            return ObjectResult(order.ticket, Outcome.BAD, none, str(error), is_copy=answer.is_copy)
-        is_good = tuple(slot != NOT_WANTED for slot in order.host_slots)
-        expected = [checksum for checksum, is_wanted in zip(checksums, is_good, strict=True) if is_wanted]
+            return ObjectResult(order.ticket, Outcome.BAD, str(error), is_copy=answer.is_copy)
+        pairs = zip(checksums, order.host_slots, strict=True)
+        expected = [checksum for checksum, slot in pairs if slot != NOT_WANTED]
         found = arrival.checksums.digests() if arrival.checksums is not None else None
         if (found or self._checksums(order)) != expected:
             why = "a block does not match its checksum"
-            return ObjectResult(order.ticket, Outcome.BAD, none, why, is_copy=answer.is_copy)
+            return ObjectResult(order.ticket, Outcome.BAD, why, is_copy=answer.is_copy)
         is_aging = 0 < aging_s < answer.age_s
-        return ObjectResult(order.ticket, Outcome.GOOD, is_good, is_aging=is_aging, is_copy=answer.is_copy)
+        return ObjectResult(order.ticket, Outcome.GOOD, is_aging=is_aging, is_copy=answer.is_copy)
 
     def outgoing(self, order: Put, key: str) -> Outgoing:
         """Return what writes an object. Its checksums cover the bytes that are in the host slots now."""
@@ -102,7 +101,7 @@ class ExtentGeometry:
         described = form.describe(order.hashes, checksums, protection=self.protection.code, tenant=order.tenant)
         payload: Sequence[Buffer] = [shard for block in blocks for shard in block]
         seal, payload = self.protection.seal(tenant, described, payload)
-        return Outgoing(key, [form.header(described, seal), *payload], form.object_bytes, order.replaces)
+        return Outgoing(key, [form.header(described, seal), *payload], order.replaces)
 
     def _checksums(self, order: Get) -> list[bytes]:
         pairs = zip(order.hashes, order.host_slots, strict=True)

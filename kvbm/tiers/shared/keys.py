@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 VERSION = "v1"
 FACTS = "namespace.json"
-MIN_EXTENT_BYTES = 4 << 20  # requests of at least 4 MiB reach most of an object store's throughput
+MIN_EXTENT_BYTES = 4 << 20  # reaches most of a store's throughput; of Mooncake's, see bench/micro/shared_mooncake.py
 MAX_EXTENT_TOKENS = 256  # a hit ends at an extent, so that long extents lose reuse where prompts part
 
 
@@ -44,13 +44,14 @@ class KeySpace:
         return name if name and self.key(name) == key else None
 
 
-def extent_blocks(block_bytes: int, block_tokens: int, *, min_bytes: int = MIN_EXTENT_BYTES) -> int:
-    """Return the number of blocks in an object: the smallest power of two with `min_bytes`, within MAX_EXTENT_TOKENS.
+def extent_blocks(block_bytes: int, block_tokens: int) -> int:
+    """Return the number of blocks in an object: the smallest power of two with MIN_EXTENT_BYTES, within
+    MAX_EXTENT_TOKENS.
 
     `block_bytes` is the payload of one block over all ranks.
     """
     most = max(1, MAX_EXTENT_TOKENS // block_tokens)
     count = 1
-    while count * block_bytes < min_bytes and 2 * count <= most:
+    while count * block_bytes < MIN_EXTENT_BYTES and 2 * count <= most:
         count *= 2
     return count

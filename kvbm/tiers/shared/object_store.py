@@ -40,7 +40,6 @@ class Outgoing:
 
     key: str
     buffers: Sequence[Buffer]
-    length: int
     replaces: bool = False
 
 
@@ -90,15 +89,12 @@ def scatter(chunks: Iterable[Buffer], one: Incoming) -> int:
 
 
 class ObjectStore(Protocol):
-    """`creates_once`: whether the store refuses to overwrite, which was tried at the start. Without `can_list`, engines
-    know only the objects that they have written or asked for."""
+    """Without `can_list`, engines know only the objects that they have written or asked for."""
 
     name: str
     threads: int
     write_threads: int  # of these, that write at most
     batch_objects: int
-    min_extent_bytes: int
-    creates_once: bool
     can_list: bool
 
     @property

@@ -66,19 +66,18 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ObjectResult:
-    """The end of a Get or a Put. `is_good` is per block of the extent. `is_aging`: the object will expire soon.
-    `is_copy`: it was read from another engine's copy on this machine, which does not show the speed of the store."""
+    """The end of a Get or a Put, for all its blocks. `is_aging`: the object will expire soon. `is_copy`: it was read
+    from another engine's copy on this machine, which does not show the speed of the store."""
 
     ticket: int
     outcome: Outcome
-    is_good: tuple[bool, ...]
     error: str | None = None
     is_aging: bool = False
     is_copy: bool = False
 
     @classmethod
     def failed(cls, order: Get | Put, error: str) -> ObjectResult:
-        return cls(order.ticket, Outcome.FAILED, (False,) * len(order.hashes), error)
+        return cls(order.ticket, Outcome.FAILED, error)
 
 
 @dataclass(frozen=True, slots=True)

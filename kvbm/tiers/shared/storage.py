@@ -254,9 +254,7 @@ class SharedStorage:
                 results.append(ObjectResult.failed(order, "a rank has ended"))
         answers = self.store.put([one for _, one in sent]) if sent else []
         for (order, _), answer in zip(sent, answers, strict=True):
-            is_there = answer.outcome in (Outcome.GOOD, Outcome.EXISTS)
-            flags = (is_there,) * len(order.hashes)
-            result = ObjectResult(order.ticket, answer.outcome, flags, answer.error)
+            result = ObjectResult(order.ticket, answer.outcome, answer.error)
             self._count(result, is_write=True)
             results.append(result)
         return results
@@ -272,7 +270,7 @@ class SharedStorage:
                 self._breaker.failed("no answer before a write")
             if is_present is not False:
                 ended.add(order.ticket)
-                exists = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
+                exists = ObjectResult(order.ticket, Outcome.EXISTS)
                 result = exists if is_present else ObjectResult.failed(order, "no answer before a write")
                 self._count(result, is_write=True)
                 results.append(result)

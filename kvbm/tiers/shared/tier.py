@@ -28,7 +28,7 @@ from kvbm.tiers.shared.presence import Presence
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.store import PinnedBlocks
     from kvbm.tiers.shared.service.client import SharedClient
 
 WRITES_AT_A_TIME = 8

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvbm.host.mounts import Mount, mount_of
 from kvbm.tiers.disk.files import PAGE_BYTES, UNSUPPORTED, fallocate
 from kvbm.tiers.disk.io.threads import ThreadsIO
 from kvbm_cli.doctor.probes.disk_file import (
@@ -34,7 +35,6 @@ from kvbm_cli.doctor.probes.disk_file import (
     name_of,
 )
 from kvbm_cli.doctor.probes.disk_speed import PhaseCallback, Speed, SpeedTrial
-from kvbm_cli.system.mounts import Mount, mount_of
 
 SHARE_OF_FREE = 10
 MAX_FILE_BYTES = 1 << 30

@@ -69,7 +69,7 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = l
     if url.startswith("mooncake:"):
         return _probe_pool(url, seconds=seconds, writes=writes, on_phase=on_phase)
     from kvbm_cli.store.directory_access import DirectoryAccess
-    from kvbm_cli.store.open import open_access
+    from kvbm_cli.store.inventory import open_access
 
     directory = directory_of(url)
     is_new = directory is not None and not directory.exists()
@@ -281,7 +281,7 @@ class _MooncakeProbe:
 
     def _put(self, keys: Sequence[str], contents: Sequence[memoryview]) -> None:
         pairs = zip(keys, contents, strict=True)
-        outgoing = [Outgoing(key, [content], len(content), replaces=True) for key, content in pairs]
+        outgoing = [Outgoing(key, [content], replaces=True) for key, content in pairs]
         self._require("put", self._store.put(outgoing))
 
     def _get(self, keys: Sequence[str]) -> None:

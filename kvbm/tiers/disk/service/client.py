@@ -25,8 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.child import deadlines
-from kvbm.child.service import ChildService
-from kvbm.child.service_process import ServiceProcess
+from kvbm.child.service import ChildService, ServiceProcess
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores, start
 from kvbm.tiers.disk.directory import INDEX, LEVELS, SUPERBLOCK, InstanceLock

@@ -13,8 +13,7 @@ import sys
 from functools import partial
 
 from kvbm.child.channel import Channel
-from kvbm.child.child import LogRelay, send_all
-from kvbm.child.serving import Send, StorageServer, serve_leader
+from kvbm.child.child import LogRelay, Send, StorageServer, send_all, serve_leader
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.tiers.disk.directory import await_predecessor, device_of

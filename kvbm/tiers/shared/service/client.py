@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvbm.child.child import Status
-from kvbm.child.service import ChildService
-from kvbm.child.service_process import ServiceProcess
+from kvbm.child.service import ChildService, ServiceProcess
 from kvbm.host.threads import allowed_cores
 from kvbm.tiers.shared.orders import (
     Get,

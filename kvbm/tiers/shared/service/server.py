@@ -12,8 +12,7 @@ import os
 import sys
 
 from kvbm.child.channel import Channel
-from kvbm.child.child import LogRelay
-from kvbm.child.serving import Send, StorageServer, serve_leader
+from kvbm.child.child import LogRelay, Send, StorageServer, serve_leader
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.tiers.shared.extent_format import ExtentFormat
@@ -73,7 +72,7 @@ def _open(order: OpenStore, _send: Send, _log: LogRelay) -> tuple[SharedStorage,
     store = open_store(settings.url, settings.requests, keys, order.facts, writes=settings.writes)
     store = with_copies(store, settings.url, settings.node_directory)
     block_bytes = sum(shard_bytes)
-    count = extent_blocks(block_bytes, order.block_tokens, min_bytes=store.min_extent_bytes) if order.has_extents else 1
+    count = extent_blocks(block_bytes, order.block_tokens) if order.has_extents else 1
     form = ExtentFormat(order.namespace, count, block_bytes, order.hash_bytes)
     geometry = ExtentGeometry(region.shards, shard_bytes, form, protection)
     storage = SharedStorage(store, keys, geometry, region.slots_carry, settings)

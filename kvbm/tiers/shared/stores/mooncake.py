@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.tiers.shared.keys import MIN_EXTENT_BYTES
 from kvbm.tiers.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.tiers.shared.orders import Outcome
 from kvbm.tiers.shared.protection import Buffer
@@ -62,8 +61,6 @@ class MooncakeStore:
 
     name = "mooncake"
     threads = write_threads = 1
-    min_extent_bytes = MIN_EXTENT_BYTES  # a header for each MiB costs a fifth (bench/micro/shared_mooncake.py)
-    creates_once = True
     can_list = False
 
     def __init__(self, pool: Any, *, prefix: str, batch_objects: int, registers: bool) -> None:
@@ -81,7 +78,7 @@ class MooncakeStore:
         protocol = os.environ.get("MOONCAKE_PROTOCOL", "tcp")
         pool = _connected(url, parts, protocol)
         store = cls(pool, prefix=parts.path.strip("/"), batch_objects=batch_objects, registers=protocol != "tcp")
-        if writes and (answer := store.put([Outgoing(facts_key, [facts], len(facts))])[0]).error:
+        if writes and (answer := store.put([Outgoing(facts_key, [facts])])[0]).error:
             log.warning("kvbm: %s accepts no objects yet, nothing is written to it: %s", url, answer.error)
         return store
 

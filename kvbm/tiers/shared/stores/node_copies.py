@@ -80,9 +80,8 @@ class NodeCopies:
         self._patient_from_s = self._keeping_from_s = 0.0  # when it waits, and when it keeps copies again
         self._unpurged_bytes = 0
         self._has_warned = False
-        self.name, self.batch_objects, self.min_extent_bytes = store.name, store.batch_objects, store.min_extent_bytes
+        self.name, self.can_list, self.batch_objects = store.name, store.can_list, store.batch_objects
         self.threads, self.write_threads = store.threads, store.write_threads
-        self.creates_once, self.can_list = store.creates_once, store.can_list
         try:
             self._calls.run(self._open)
         except TimeoutError as error:

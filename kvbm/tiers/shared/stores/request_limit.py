@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.tiers.shared.keys import MIN_EXTENT_BYTES
 from kvbm.tiers.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.tiers.shared.orders import Outcome
 
@@ -53,7 +52,6 @@ class TimedStore:
 
     batch_objects = 1
     can_list = True
-    min_extent_bytes = MIN_EXTENT_BYTES
     measured: tuple[Outcome, ...] = (Outcome.GOOD,)  # outcomes after which all bytes have been moved
 
     def __init__(self) -> None:

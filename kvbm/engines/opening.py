@@ -1,4 +1,5 @@
 """Opening: creates the leader of an engine, when all ranks have their host memory. Starts the processes of its tiers.
+The leader knows of a tier what tiers/lower_tier.py says; a tier is a folder in tiers/ and a row of TIERS.
 
     segments of the ranks ──▶ Region ─────────────────────┐
     profile and traits ─────▶ LeaderSettings ─────────────┼──▶ GuardedLeader, StorageLeader
@@ -25,7 +26,7 @@ from kvbm.hashing import namespace
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.storage_leader import StorageLeader
-from kvbm.tiers.disk.settings import Namespace, Progress
+from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.tiers.disk.tier import DiskTier
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.tiers.shared.tier import SharedTier
@@ -33,10 +34,9 @@ from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
     from kvbm.boundary import Boundary
-    from kvbm.config.schema import ConnectorConfig
+    from kvbm.config.schema import ConnectorConfig, DiskTierSection
     from kvbm.tiers.disk.service.client import DiskSupervisor
-    from kvbm.tiers.disk.settings import DiskSettings
-    from kvbm.tiers.lower_tier import OpenTier
+    from kvbm.tiers.lower_tier import LowerTier, OpenTier, TierContext
     from kvbm.tiers.shared.service.client import SharedClient
 
 DAY_S = 86_400.0
@@ -47,6 +47,7 @@ Identity = tuple[Mapping[str, object], str]
 """Everything that decides the bytes and hashes of a block, except the layouts of the segments, and a doubt: why blocks
 of this engine could be wrong for another one of equal identity, empty if they could not. `model` is shown to users and
 does not count."""
+BegunTier = tuple["DiskSupervisor | SharedClient", "OpenTier"]  # its process, and what makes a tier of it
 Result = TypeVar("Result")
 AnyLeader = TypeVar("AnyLeader", GuardedLeader, StorageLeader)
 
@@ -91,9 +92,9 @@ def _opened(
     try:
         settings = LeaderSettings.of(config, engine.segments, engine.traits, g1_blocks=engine.g1_blocks)
         with _timed(phases_s, "tiers"):
-            disk, shared = open_tiers(config, engine, settings)
+            tiers = open_tiers(config, engine, settings)
         with _timed(phases_s, "blocks"):
-            leader = create(region, settings, callbacks, lower_tiers(disk, shared))
+            leader = create(region, settings, callbacks, [open_tier for _, open_tier in tiers])
     except BaseException:
         region.close()
         raise
@@ -110,68 +111,54 @@ def _timed(phases_s: dict[str, float], phase: str) -> Iterator[None]:
     phases_s[phase] = time.monotonic() - began_s
 
 
-def lower_tiers(disk: DiskSupervisor | None, shared: SharedClient | None) -> list[OpenTier]:
-    """Return what a leader needs for the tiers that there are, the nearest first."""
-    tiers: list[OpenTier] = [] if disk is None else [partial(DiskTier, disk)]
-    return tiers if shared is None else [*tiers, partial(SharedTier, shared)]
-
-
-def open_tiers(
-    config: ConnectorConfig, engine: EngineAtStart, settings: LeaderSettings
-) -> tuple[DiskSupervisor | None, SharedClient | None]:
-    """Open the tiers below host memory; None for one that is not configured, and for a shared tier whose blocks are in
-    doubt (`namespace_of`). Raises EnvironmentProblem if one cannot be used.
+def open_tiers(config: ConnectorConfig, engine: EngineAtStart, settings: LeaderSettings) -> list[BegunTier]:
+    """Open the tiers below host memory, the nearest first. Without a shared tier whose blocks are in doubt
+    (`namespace_of`). Raises EnvironmentProblem if one cannot be used.
 
     If the identity is not known yet, the tiers are opened when it is, and blocks stay in host memory until then. Blocks
     in doubt are not kept on disk for the next start.
     """
     if not config.tiers.has_lower:
-        return None, None
+        return []
     identity = engine.identity()
-    disk, shared = _begin_disk(config, engine, identity), None
+    begun: list[BegunTier] = []
     try:
-        shared = _begin_shared(config, engine.segments, settings, identity)
-        for tier in (disk, shared):
-            if tier is not None:
-                tier.await_opening()
+        for begin in TIERS:
+            if (tier := begin(config, engine, settings, identity)) is not None:
+                begun.append(tier)
+        for service, _ in begun:
+            service.await_opening()
     except BaseException:
-        for tier in (disk, shared):
-            if tier is not None:
-                tier.close(0.0)
+        for service, _ in begun:
+            service.close(0.0)
         raise
-    if disk is not None and disk.slot_count and config.tiers.disk is not None:
-        directory = config.tiers.disk.directory
-        log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, directory, disk.process.io_name)
-    if shared is not None and shared.extent_blocks and config.tiers.shared is not None:
-        log.info(
-            "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
-            config.tiers.shared.url,
-            shared.process.opened.store_name,
-            shared.extent_blocks,
-            shared.process.opened.extent_bytes / 2**20,
-        )
-    return disk, shared
+    return begun
 
 
-def _begin_disk(config: ConnectorConfig, engine: EngineAtStart, identity: Future[Identity]) -> DiskSupervisor | None:
+def _begin_disk(
+    config: ConnectorConfig, engine: EngineAtStart, settings: LeaderSettings, identity: Future[Identity]
+) -> BegunTier | None:
     section = config.tiers.disk
     if section is None:
         return None
     from kvbm.tiers.disk.service.client import DiskSupervisor
 
-    named = _then(identity, partial(_disk_settings, config, engine.segments))
+    named = _then(identity, partial(_disk_settings, section, engine.segments))
     if not named.done():
         log.info("kvbm: %s: the disk tier is off until then", WAITS)
-    return DiskSupervisor(named, engine.segments, hash_bytes=engine.traits.hash_bytes, progress=engine.progress)
+    disk = DiskSupervisor(named, engine.segments, hash_bytes=engine.traits.hash_bytes, progress=engine.progress)
+
+    def open_tier(context: TierContext) -> LowerTier:
+        if (count := disk.slot_count) > 0:
+            log.info("kvbm: space for %d blocks in %s (I/O: %s)", count, section.directory, disk.process.io_name)
+        return DiskTier(disk, context)
+
+    return disk, open_tier
 
 
 def _disk_settings(
-    config: ConnectorConfig, segments: Sequence[SegmentInfo], identity: Identity
+    section: DiskTierSection, segments: Sequence[SegmentInfo], identity: Identity
 ) -> tuple[DiskSettings, Namespace]:
-    from kvbm.tiers.disk.settings import DiskSettings
-
-    section = config.tiers.disk
-    assert section is not None, "there is a disk tier"
     name, doubt = namespace_of(segments, identity)
     if section.persist and doubt:
         log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
@@ -192,8 +179,8 @@ def _disk_settings(
 
 
 def _begin_shared(
-    config: ConnectorConfig, segments: Sequence[SegmentInfo], settings: LeaderSettings, identity: Future[Identity]
-) -> SharedClient | None:
+    config: ConnectorConfig, engine: EngineAtStart, settings: LeaderSettings, identity: Future[Identity]
+) -> BegunTier | None:
     section = config.tiers.shared
     if section is None:
         return None
@@ -201,7 +188,7 @@ def _begin_shared(
     from kvbm.tiers.shared.settings import SharedSettings
 
     def named(identity: Identity) -> tuple[bytes, Mapping[str, object]] | None:
-        name, doubt = namespace_of(segments, identity)
+        name, doubt = namespace_of(engine.segments, identity)
         if doubt:
             log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
             return None
@@ -225,7 +212,19 @@ def _begin_shared(
         log.info("kvbm: %s: the shared tier is off until then", WAITS)
     elif name.result() is None:
         return None
-    return SharedClient(name, shared_settings, segments, shape)
+    shared = SharedClient(name, shared_settings, engine.segments, shape)
+
+    def open_tier(context: TierContext) -> LowerTier:
+        name, count, size = shared.process.opened
+        if count:
+            text = "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB"
+            log.info(text, section.url, name, count, size / 2**20)
+        return SharedTier(shared, context)
+
+    return shared, open_tier
+
+
+TIERS = (_begin_disk, _begin_shared)
 
 
 def _then(future: Future[Identity], function: Callable[[Identity], Result]) -> Future[Result]:
