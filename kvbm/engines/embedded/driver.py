@@ -158,19 +158,19 @@ class KvbmScheduler:
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
 
-    @hook((0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    @hook(0)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         start = num_computed_tokens // self._block_tokens
         end = (request.num_tokens - 1) // self._block_tokens  # the engine computes the last token
         matched = self._cache.match(request.request_id, request.block_hashes, start, end)
         if matched is None:
-            return None, False
+            return None
         self._starts[request.request_id] = start
-        return matched * self._block_tokens, matched > 0
+        return matched * self._block_tokens
 
     @hook(when_off=True)
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        if num_external_tokens and not self._onboard(request, block_ids, num_external_tokens):
+        if not self._onboard(request, block_ids, num_external_tokens):
             self._cache.fail_load(request.request_id, block_ids)
 
     @hook(False)

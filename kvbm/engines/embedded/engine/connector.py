@@ -4,7 +4,7 @@ The scheduler connector decides, in the engine thread, and sees no bytes. The wo
 no object: the engine pickles what `build_connector_meta` returns before the worker connector receives it. One engine
 step calls:
 
-    get_num_new_matched_tokens, update_state_after_alloc    per request that is considered, admitted
+    get_num_new_matched_tokens, update_state_after_alloc    per request that is considered, that begins a load
     build_connector_meta                                    once, also when nothing is scheduled
     start_load_kv                                           before the forward pass
     wait_for_save, take_results                             after the forward pass
@@ -13,14 +13,14 @@ step calls:
 
 Rules of the contract:
 
-- A lookup happens while `num_computed_tokens` is 0, and again after a preemption. `(None, _)` defers the request to the
-  next step and does not delay those behind it. At least one token of every request is computed.
-- The blocks of an asynchronous load are neither scheduled nor findable until its id is in `finished_recving`. The
-  connector reports an id only after the copy has stopped, or with all blocks that it may still write to as failed ones.
-  A synchronous load ends when `start_load_kv` returns, and is not reported.
+- A lookup happens while `num_computed_tokens` is 0, and again after a preemption. None defers the request to the next
+  step and does not delay those behind it. At least one token of every request is computed.
+- Loads are asynchronous: their blocks are neither scheduled nor findable until the request is in `finished_recving`.
+  The connector reports an id only after the copy has stopped, or with all blocks that it may still write to as failed
+  ones.
 - Failed blocks are reported no later than the end of their load. They and the tokens behind them are computed again.
-  After an asynchronous load the engine releases them, and computes in other blocks. A connector that may still write to
-  them must hold them in the block pool.
+  The engine releases them, and computes in other blocks. A connector that may still write to them must hold them in the
+  block pool.
 - `request_finished` is called once per request, also after an abort, before its blocks are freed. A connector that
   still copies from or to blocks of a finished or preempted request must hold them in the block pool.
 """
@@ -67,7 +67,7 @@ class SchedulerConnector(Protocol):
 
     def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None: ...
     def on_new_request(self, request: Request) -> None: ...
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]: ...
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None: ...
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None: ...
     def lower_tier_tokens(self, request: Request) -> tuple[int, int]: ...
     def build_connector_meta(self, output: SchedulerOutput) -> object: ...
