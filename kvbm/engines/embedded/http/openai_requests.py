@@ -1,4 +1,4 @@
-"""OpenAI requests: parses the JSON bodies of the OpenAI API into plain values, or raises `RequestError`.
+"""OpenAI requests: the JSON bodies of the OpenAI API. `read_body` parses them, or raises `RequestError`.
 
 Fields that clients commonly send and that do not change the tokens are ignored. Unsupported fields that would change
 the tokens are accepted only with the value that means "off". `prompt.py` makes the checks that depend on the engine.
@@ -6,77 +6,19 @@ the tokens are accepted only with the value that means "off". `prompt.py` makes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from kvbm.engines.embedded.engine.request import SamplingParams
-from kvbm.engines.embedded.http.request_fields import Body, RequestError, read_body, shown, wrong, wrong_value
+from kvbm.engines.embedded.http.request_fields import Body, RequestError, shown, wrong, wrong_value
 
-COMPLETION_TOKENS = 16  # default of `max_tokens` for completions in the OpenAI API
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 MAX_CHOICES = 128  # also the highest `n` of the OpenAI API
 LOWEST_TEMPERATURE = 1e-5
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Generation and response options that both completion endpoints share.
-
-    `max_tokens` is None if the client set no limit; `sampling` has none yet. `choices_per_prompt` is the field `n`.
-    """
-
-    sampling: SamplingParams
-    choices_per_prompt: int
-    max_tokens: int | None
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    skip_special_tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """A prompt as text."""
-
-    text: str
-    add_special_tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A prompt as messages for the model's chat template. `variables` are passed to the template."""
-
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool
-    variables: dict[str, Any]
-
-
-Prompt = TextPrompt | ChatPrompt | list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """`default_max_tokens` applies if the client set no limit; None means up to the model's maximum length."""
-
-    model: str | None
-    prompts: list[Prompt]
-    generation: Generation
-    default_max_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeRequest:
-    model: str | None
-    prompt: Prompt
-    return_token_strings: bool
-
-
-# -- fields ------------------------------------------------------------------------------------------------------------
 
 
 def _off(*values: object) -> AfterValidator:
@@ -149,7 +91,12 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What both completion endpoints take."""
+    """What both completion endpoints take.
+
+    `default_max_tokens` applies if the client set no limit; None means up to the model's maximum length.
+    """
+
+    default_max_tokens: ClassVar[int | None] = None
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -191,13 +138,78 @@ class GenerationBody(Body):
     store: Any = None
     user: Any = None
 
+    @model_validator(mode="after")
+    def _streams_what_it_configures(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            given = self.stream_options.model_dump(exclude_none=True)
+            raise wrong("stream_options", given, "absent unless `stream` is true")
+        return self
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
+
+    @property
+    def usage_in_stream(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        return self.skip_special_tokens is not False
+
+    def _sampling(self, logprobs: int | None) -> SamplingParams:
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingParams(
+            min_tokens=self.min_tokens or 0,
+            # dividing logits by a lower one could overflow
+            temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
+            top_p=self.top_p or 1.0,
+            top_k=max(0, self.top_k or 0),
+            seed=self.seed,
+            ignore_eos=self.ignore_eos or False,
+            stop=tuple(self.stop),
+            logprobs=logprobs,
+            cache_salt=self.cache_salt,
+            kv_transfer_params=self.kv_transfer_params,
+        )
+
 
 class CompletionBody(GenerationBody):
+    default_max_tokens = 16  # of the OpenAI API
+
     prompt: Annotated[Any, AfterValidator(_prompts)]
     add_special_tokens: Flag = None
     logprobs: Logprobs | None = None
     best_of: Annotated[Any, _off(1)] = None
     suffix: Annotated[Any, _off("")] = None
+
+    @model_validator(mode="after")
+    def _has_few_answers(self) -> Self:
+        prompts, choices = len(self.prompt), self.choices_per_prompt
+        if prompts * choices > MAX_CHOICES:
+            raise RequestError(
+                f"{prompts} prompts with `n` {choices} are {prompts * choices} answers: at most {MAX_CHOICES} are "
+                "allowed in one request",
+                param="prompt",
+            )
+        return self
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        return self.prompt  # type: ignore[no-any-return]
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return self.add_special_tokens is not False
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return the parameters, without a limit of tokens."""
+        return self._sampling(self.logprobs)
 
 
 class Message(Body):
@@ -214,16 +226,23 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-class ChatTemplate(Body):
+class Conversation(Body):
+    """A prompt as messages for the model's chat template, which gets `chat_template_kwargs` too."""
+
+    adds_special_tokens: ClassVar[bool] = False  # the template has them
+
+    messages: Messages | None = None
     add_generation_prompt: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def prompt_of(self, messages: list[Message]) -> ChatPrompt:
-        contents = [{"role": message.role, "content": message.content} for message in messages]
-        return ChatPrompt(contents, self.add_generation_prompt is not False, self.chat_template_kwargs or {})
+    @property
+    def contents(self) -> list[dict[str, str]]:
+        return [{"role": message.role, "content": message.content} for message in self.messages or ()]
 
 
-class ChatBody(GenerationBody, ChatTemplate):
+class ChatBody(GenerationBody, Conversation):
+    """`max_completion_tokens` is the newer name of `max_tokens`."""
+
     messages: Messages
     max_completion_tokens: Positive | None = None
     logprobs: Flag = None
@@ -238,13 +257,40 @@ class ChatBody(GenerationBody, ChatTemplate):
     parallel_tool_calls: Any = None
     include_reasoning: Any = None
 
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        older, newer = self.max_tokens, self.max_completion_tokens
+        if older is not None and newer is not None and older != newer:
+            raise wrong("max_tokens", older, f"absent, or equal to `max_completion_tokens`, which is {newer}")
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", self.top_logprobs, "absent unless `logprobs` is true")
+        return self
 
-class TokenizeBody(ChatTemplate):
+    @property
+    def prompts(self) -> Sequence[Conversation]:
+        return [self]
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return the parameters, without a limit of tokens."""
+        return self._sampling((self.top_logprobs or 0) if self.logprobs else None)
+
+
+class TokenizeBody(Conversation):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: Flag = None
-    messages: Messages | None = None
     return_token_strs: Flag = None
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("exactly one of `prompt` and `messages` is required", param="prompt")
+        return self
 
 
 class DetokenizeBody(Body):
@@ -252,79 +298,5 @@ class DetokenizeBody(Body):
     tokens: Annotated[Any, AfterValidator(_token_list)]
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def parse_completion(body: bytes) -> CompletionRequest:
-    fields = read_body(CompletionBody, body)
-    special, choices = fields.add_special_tokens is not False, fields.n or 1
-    prompts: list[Prompt] = [TextPrompt(one, special) if isinstance(one, str) else one for one in fields.prompt]
-    if len(prompts) * choices > MAX_CHOICES:
-        raise RequestError(
-            f"{len(prompts)} prompts with `n` {choices} are {len(prompts) * choices} answers: at most {MAX_CHOICES} "
-            "are allowed in one request",
-            param="prompt",
-        )
-    generation = _generation(fields, max_tokens=fields.max_tokens, logprobs=fields.logprobs)
-    return CompletionRequest(fields.model, prompts, generation, default_max_tokens=COMPLETION_TOKENS)
-
-
-def parse_chat(body: bytes) -> CompletionRequest:
-    """`max_completion_tokens` is the newer name of `max_tokens`."""
-    fields = read_body(ChatBody, body)
-    older, newer, top = fields.max_tokens, fields.max_completion_tokens, fields.top_logprobs or 0
-    if older is not None and newer is not None and older != newer:
-        raise wrong("max_tokens", older, f"absent, or equal to `max_completion_tokens`, which is {newer}")
-    if top and not fields.logprobs:
-        raise wrong("top_logprobs", top, "absent unless `logprobs` is true")
-    limit = older if newer is None else newer
-    generation = _generation(fields, max_tokens=limit, logprobs=top if fields.logprobs else None)
-    return CompletionRequest(fields.model, [fields.prompt_of(fields.messages)], generation, default_max_tokens=None)
-
-
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    fields = read_body(TokenizeBody, body)
-    prompt: Prompt
-    if fields.messages is not None and fields.prompt is None:
-        prompt = fields.prompt_of(fields.messages)
-    elif fields.prompt is not None and fields.messages is None:
-        prompt = TextPrompt(fields.prompt, fields.add_special_tokens is not False)
-    else:
-        raise RequestError("exactly one of `prompt` and `messages` is required", param="prompt")
-    return TokenizeRequest(fields.model, prompt, fields.return_token_strs or False)
-
-
-def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
-    """Return the model's name and the tokens."""
-    fields = read_body(DetokenizeBody, body)
-    return fields.model, fields.tokens
-
-
-def _generation(fields: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Generation:
-    options = fields.stream_options or StreamOptions()
-    if fields.stream_options is not None and not fields.stream:
-        raise wrong("stream_options", options.model_dump(exclude_none=True), "absent unless `stream` is true")
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    sampling = SamplingParams(
-        min_tokens=fields.min_tokens or 0,
-        # dividing logits by a lower one could overflow
-        temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
-        top_p=fields.top_p or 1.0,
-        top_k=max(0, fields.top_k or 0),
-        seed=fields.seed,
-        ignore_eos=fields.ignore_eos or False,
-        stop=tuple(fields.stop),
-        logprobs=logprobs,
-        cache_salt=fields.cache_salt,
-        kv_transfer_params=fields.kv_transfer_params,
-    )
-    return Generation(
-        sampling=sampling,
-        choices_per_prompt=fields.n or 1,
-        max_tokens=max_tokens,
-        stream=fields.stream or False,
-        include_usage=options.include_usage or False,
-        continuous_usage=options.continuous_usage_stats or False,
-        return_token_ids=fields.return_token_ids or False,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-    )
+Prompt = str | Conversation | list[int]
+AnswerBody = CompletionBody | ChatBody
