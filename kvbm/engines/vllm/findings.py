@@ -25,7 +25,6 @@ def state_findings(
     if kind is None and not arguments.prefix_cache_retention_interval:
         return []
     model = Model(arguments, model_config, setting)
-    longest = model.longest_tokens
     try:
         plan = plan_of(model)
     except SizeUnknown:
@@ -35,11 +34,11 @@ def state_findings(
         if architecture_of(model_config) in STATES_ONLY:  # without attention, vLLM 0.32 on a CPU enlarges no block
             tokens = default_block_tokens(arguments, on_cpu=True) if on_cpu else arguments.block_size
         is_certain = tokens is not None and (is_installed or arguments.block_size is not None)
-        return StateSettings(arguments, kind, tokens, is_certain, on_cpu, longest).findings()
+        return StateSettings(arguments, kind, tokens, is_certain, on_cpu).findings()
     if kind is None:
         return [] if plan.keeps_intervals else without_effect()
     is_certain = is_installed and BACKEND_NOTE not in plan.notes
-    return StateSettings(arguments, kind, plan.block_tokens, is_certain, on_cpu, longest).findings()
+    return StateSettings(arguments, kind, plan.block_tokens, is_certain, on_cpu).findings()
 
 
 def latent_findings(
