@@ -12,16 +12,13 @@ from kvbm.engines.engine_kind import (
     Place,
     ServerTraits,
     SizedBy,
-    if_it_works,
-    python_of,
     with_arguments,
 )
 from kvbm.engines.installation import shown
-from kvbm.engines.python_probe import find
 from kvbm.engines.trtllm import launch, sizing, versions
 from kvbm.engines.trtllm.disaggregated import fleet
 from kvbm.engines.trtllm.options import CONNECTOR, DEFAULT_BLOCK_TOKENS, SIGNS, refused_options
-from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE, TrtllmInstallation
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -39,6 +36,7 @@ TITLE = "TensorRT-LLM"
 class TrtllmKind(EngineKind):
     """Its engines take a share of the free device memory: of two on one device, the second would get less."""
 
+    package = PACKAGE
     signs = SIGNS
     sized_by = SizedBy("trtllm", "kv_cache_config.tokens_per_block", "kv_cache_config.dtype")
     is_known = staticmethod(versions.is_known)
@@ -62,11 +60,11 @@ class TrtllmKind(EngineKind):
             _with_local_model(profile),
             connector=connector,
             port=port,
-            installation=if_it_works(self.installed, profile),
+            installation=self.found(profile),
         )
 
     def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
-        return fleet(_with_local_model(profile), if_it_works(self.installed, profile), ports, environment)
+        return fleet(_with_local_model(profile), self.found(profile), ports, environment)
 
     def front(self, profile: Profile, fleet: Fleet, port: int) -> LaunchPlan:
         return launch.disaggregated_server(
@@ -74,20 +72,17 @@ class TrtllmKind(EngineKind):
             port=port,
             prefill=_addresses(fleet.prefill),
             decode=_addresses(fleet.decode),
-            installation=if_it_works(self.installed, profile),
+            installation=self.found(profile),
         )
 
     def refused(self, document: Document) -> Iterator[Mistake]:
         return refused_options(document)
 
-    def installed(self, profile: Profile) -> TrtllmInstallation | None:
-        return find(python_of(profile), PACKAGE, TrtllmInstallation)
-
     def install(self, profile: Profile) -> str:
         return INSTALL
 
     def problem_of_cache(self, python: str, found: Installation) -> EnvironmentProblem | None:
-        if isinstance(found, TrtllmInstallation) and not found.has_interface:
+        if not found.has_interface:
             return EnvironmentProblem(
                 f"`{python}` has {TITLE} {found.version}, which has no interface for KV cache connectors",
                 hint=f"install {TITLE} 1.1 or later; `kvbm serve --baseline` starts this version without the cache",
