@@ -42,20 +42,20 @@ def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> Reques
 
 def what_counts(body: CompletionBody | ChatBody) -> tuple[object, ...]:
     usage = body.usage_in_stream
-    answer = (body.choices_per_prompt, body.token_limit, bool(body.stream), bool(usage.include_usage))
-    return (body.model, body.sampling, bool(body.return_token_ids), body.skips_special_tokens, *answer)
+    answer = (body.n, body.token_limit, body.stream, usage.include_usage)
+    return (body.model, body.sampling, body.return_token_ids, body.skip_special_tokens, *answer)
 
 
 def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     request = completion()
     assert request.model is None
     assert request.prompts == ["Hello"]
-    assert request.adds_special_tokens
+    assert request.add_special_tokens
     sampling = request.sampling
     assert (request.token_limit, sampling.min_tokens, sampling.temperature) == (None, 0, 1.0)
     assert request.default_max_tokens == 16
     assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 0, None)
-    assert (sampling.stop, sampling.logprobs, request.stream) == ((), None, None)
+    assert (sampling.stop, sampling.logprobs, request.stream) == ((), None, False)
 
 
 def test_a_chat_without_max_tokens_is_not_limited() -> None:
@@ -112,7 +112,7 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
         ({"prompt": [1, "a"]}, f'`prompt` is [1, "a"]: {PROMPT_RIGHT}'),
         ({"prompt": ["a", "", "b"]}, f'`prompt` is ["a", "", "b"]: {PROMPT_RIGHT}'),
         ({"prompt": [True]}, f"`prompt` is [true]: {PROMPT_RIGHT}"),
-        ({"prompt": None}, f"`prompt` is null: {PROMPT_RIGHT}"),
+        ({"prompt": None}, "`prompt` is missing"),
         ({"model": 7}, "`model` is 7: it must be a valid string"),
         ({"max_tokens": 0}, "`max_tokens` is 0: it must be greater than or equal to 1"),
         ({"max_tokens": "5"}, '`max_tokens` is "5": it must be a valid integer'),
@@ -160,7 +160,7 @@ def test_too_many_answers_in_one_request_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"messages": None}, "`messages` is null: it must be a valid array"),
+        ({"messages": None}, "`messages` is missing"),
         ({"messages": []}, "`messages` is []: list should have at least 1 item after validation, not 0"),
         ({"messages": ["hi"]}, '`messages[0]` is "hi": it must be an object'),
         ({"messages": [{"content": ""}]}, "`messages[0].role` is missing"),
@@ -168,7 +168,7 @@ def test_too_many_answers_in_one_request_are_refused() -> None:
             {"messages": [{"role": "robot", "content": ""}]},
             "`messages[0].role` is \"robot\": it must be 'system', 'developer', 'user' or 'assistant'",
         ),
-        ({"messages": [{"role": "user", "content": None}]}, f"`messages[0].content` is null: {CONTENT_RIGHT}"),
+        ({"messages": [{"role": "user", "content": None}]}, "`messages[0].content` is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             f'`messages[0].content` is [{{"type": "image_url"}}]: {CONTENT_RIGHT}',

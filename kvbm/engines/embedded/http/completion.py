@@ -68,8 +68,8 @@ class Completion:
         self._engine = served.engine
         self._metrics = served.metrics
         self._loop = asyncio.get_running_loop()
-        decode = partial(served.codec.decode, skip_special_tokens=body.skips_special_tokens)
-        self._text = TextStream(decode, stop=tuple(body.stop), min_tokens=body.min_tokens or 0)
+        decode = partial(served.codec.decode, skip_special_tokens=body.skip_special_tokens)
+        self._text = TextStream(decode, stop=tuple(body.stop), min_tokens=body.min_tokens)
         self._token_count = 0
         self._outputs: list[RequestOutput] = []
         self._last: RequestOutput | None = None

@@ -125,7 +125,7 @@ class _Endpoints:
             Completion(served, f"{answer_id}-{next(self._number)}", token_ids, body, news=news, index=index)
             for index, (token_ids, _) in enumerate(prepared)
         ]
-        choices = Choices(completions, per_prompt=body.choices_per_prompt, news=news)
+        choices = Choices(completions, per_prompt=body.n, news=news)
         answer = create_format(_head(served, answer_id, body, [token_ids for token_ids, _ in prepared]))
         self._service.ready()  # the server may have started to stop while the body arrived
         self._service.running.update(completions)
@@ -158,7 +158,7 @@ class _Endpoints:
         served = self._service.ready()
         body, most = read_body(TokenizeBody, await body_of(request)), served.engine.max_model_len
         check_model(served.engine, body.model)
-        prompt, special = (body, False) if body.prompt is None else (body.prompt, body.add_special_tokens is not False)
+        prompt, special = (body, False) if body.prompt is None else (body.prompt, body.add_special_tokens)
         token_ids = await encode(served.codec, prompt, adds_special_tokens=special, max_tokens=most)
         texts = [served.codec.token_text(one) for one in token_ids] if body.return_token_strs else None
         return _json({"count": len(token_ids), "max_model_len": most, "tokens": token_ids, "token_strs": texts})

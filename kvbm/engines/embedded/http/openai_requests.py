@@ -12,24 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from kvbm.engines.embedded.engine.request import SamplingParams
-from kvbm.engines.embedded.http.request_fields import Body, RequestError, shown, wrong, wrong_value
+from kvbm.engines.embedded.http.request_fields import Body, Off, RequestError, wrong, wrong_value
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 MAX_CHOICES = 128  # also the highest `n` of the OpenAI API
 LOWEST_TEMPERATURE = 1e-5
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
-
-def _off(*values: object) -> AfterValidator:
-    """Return the check of an unsupported field: it must be absent or have one of the values that change nothing."""
-
-    def check(value: object) -> object:
-        if value is not None and not any(type(value) is type(one) and value == one for one in values):
-            raise wrong_value(" or ".join(["absent", *map(shown, values)]) + "; this engine supports nothing else")
-        return value
-
-    return AfterValidator(check)
 
 
 def _stops(value: Any) -> list[str]:
@@ -72,22 +61,17 @@ def _text(value: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-Flag = bool | None
 Integer = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+Natural = Annotated[int, Field(ge=0, le=INT64_MAX)]
 Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Zero = Annotated[Any, _off(0, 0.0)]
-One = Annotated[Any, _off(1, 1.0)]
-No = Annotated[Any, _off(False)]
-Yes = Annotated[Any, _off(True)]
-NoList = Annotated[Any, _off([])]
-NoTool = Annotated[Any, _off("none", "auto")]
 
 
 class StreamOptions(Body):
-    include_usage: Flag = None
-    continuous_usage_stats: Flag = None
-    include_obfuscation: Any = None
+    IGNORED = ("include_obfuscation",)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationBody(Body):
@@ -97,76 +81,58 @@ class GenerationBody(Body):
     """
 
     default_max_tokens: ClassVar[int | None] = None
+    OFF: ClassVar[Off] = {
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (0, 0.0)),
+        **dict.fromkeys(("repetition_penalty", "length_penalty"), (1, 1.0)),
+        **dict.fromkeys(("echo", "include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+        **dict.fromkeys(("bad_words", "stop_token_ids"), ([],)),
+        "use_beam_search": (False,),
+        "spaces_between_special_tokens": (True,),
+        "priority": (0,),
+        "logit_bias": ({},),
+    }
+    IGNORED = (
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+        "user",
+    )
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Positive | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    min_tokens: Natural = 0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] = 0
     seed: Integer | None = None
     stop: Annotated[Any, AfterValidator(_stops)] = ()
-    ignore_eos: Flag = None
-    stream: Flag = None
+    ignore_eos: bool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: Flag = None
-    skip_special_tokens: Flag = None
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    min_p: Zero = None
-    repetition_penalty: One = None
-    length_penalty: One = None
-    echo: No = None
-    include_stop_str_in_output: No = None
-    return_tokens_as_token_ids: No = None
-    use_beam_search: No = None
-    spaces_between_special_tokens: Yes = None
-    logit_bias: Annotated[Any, _off({})] = None
-    bad_words: NoList = None
-    stop_token_ids: NoList = None
-    priority: Annotated[Any, _off(0)] = None
-
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
 
     @model_validator(mode="after")
     def _streams_what_it_configures(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            given = self.stream_options.model_dump(exclude_none=True)
+            given = self.stream_options.model_dump(exclude_unset=True)
             raise wrong("stream_options", given, "absent unless `stream` is true")
         return self
-
-    @property
-    def choices_per_prompt(self) -> int:
-        return self.n or 1
 
     @property
     def usage_in_stream(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
 
-    @property
-    def skips_special_tokens(self) -> bool:
-        return self.skip_special_tokens is not False
-
     def _sampling(self, logprobs: int | None) -> SamplingParams:
-        temperature = 1.0 if self.temperature is None else self.temperature
         return SamplingParams(
-            min_tokens=self.min_tokens or 0,
+            min_tokens=self.min_tokens,
             # dividing logits by a lower one could overflow
-            temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
-            top_p=self.top_p or 1.0,
-            top_k=max(0, self.top_k or 0),
+            temperature=self.temperature if self.temperature >= LOWEST_TEMPERATURE else 0.0,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
             seed=self.seed,
-            ignore_eos=self.ignore_eos or False,
+            ignore_eos=self.ignore_eos,
             stop=tuple(self.stop),
             logprobs=logprobs,
             cache_salt=self.cache_salt,
@@ -176,16 +142,15 @@ class GenerationBody(Body):
 
 class CompletionBody(GenerationBody):
     default_max_tokens = 16  # of the OpenAI API
+    OFF: ClassVar[Off] = {**GenerationBody.OFF, "best_of": (1,), "suffix": ("",)}
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    add_special_tokens: Flag = None
+    add_special_tokens: bool = True
     logprobs: Logprobs | None = None
-    best_of: Annotated[Any, _off(1)] = None
-    suffix: Annotated[Any, _off("")] = None
 
     @model_validator(mode="after")
     def _has_few_answers(self) -> Self:
-        prompts, choices = len(self.prompt), self.choices_per_prompt
+        prompts, choices = len(self.prompt), self.n
         if prompts * choices > MAX_CHOICES:
             raise RequestError(
                 f"{prompts} prompts with `n` {choices} are {prompts * choices} answers: at most {MAX_CHOICES} are "
@@ -199,10 +164,6 @@ class CompletionBody(GenerationBody):
         return self.prompt  # type: ignore[no-any-return]
 
     @property
-    def adds_special_tokens(self) -> bool:
-        return self.add_special_tokens is not False
-
-    @property
     def token_limit(self) -> int | None:
         return self.max_tokens
 
@@ -213,14 +174,11 @@ class CompletionBody(GenerationBody):
 
 
 class Message(Body):
+    OFF: ClassVar[Off] = dict.fromkeys(("tool_calls", "function_call", "audio"), ([],))
+    IGNORED = ("refusal", "annotations", "name")
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Any, AfterValidator(_text)]
-    tool_calls: NoList = None
-    function_call: NoList = None
-    audio: NoList = None
-    refusal: Any = None
-    annotations: Any = None
-    name: Any = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -229,11 +187,9 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 class Conversation(Body):
     """A prompt as messages for the model's chat template, which gets `chat_template_kwargs` too."""
 
-    adds_special_tokens: ClassVar[bool] = False  # the template has them
-
     messages: Messages | None = None
-    add_generation_prompt: Flag = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def contents(self) -> list[dict[str, str]]:
@@ -241,21 +197,23 @@ class Conversation(Body):
 
 
 class ChatBody(GenerationBody, Conversation):
-    """`max_completion_tokens` is the newer name of `max_tokens`."""
+    """`max_completion_tokens` is the newer name of `max_tokens`. The template adds special tokens."""
+
+    OFF: ClassVar[Off] = {
+        **GenerationBody.OFF,
+        **dict.fromkeys(("tools", "functions"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "continue_final_message": (False,),
+    }
+    IGNORED = (*GenerationBody.IGNORED, "parallel_tool_calls", "include_reasoning")
+    add_special_tokens: ClassVar[bool] = False
 
     messages: Messages
     max_completion_tokens: Positive | None = None
-    logprobs: Flag = None
-    top_logprobs: Logprobs | None = None
-    tools: NoList = None
-    functions: NoList = None
-    tool_choice: NoTool = None
-    function_call: NoTool = None
-    modalities: Annotated[Any, _off(["text"])] = None
-    response_format: Annotated[Any, _off({"type": "text"})] = None
-    continue_final_message: No = None
-    parallel_tool_calls: Any = None
-    include_reasoning: Any = None
+    logprobs: bool = False
+    top_logprobs: Logprobs = 0
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -277,14 +235,14 @@ class ChatBody(GenerationBody, Conversation):
     @property
     def sampling(self) -> SamplingParams:
         """Return the parameters, without a limit of tokens."""
-        return self._sampling((self.top_logprobs or 0) if self.logprobs else None)
+        return self._sampling(self.top_logprobs if self.logprobs else None)
 
 
 class TokenizeBody(Conversation):
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: Flag = None
-    return_token_strs: Flag = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:

@@ -34,12 +34,12 @@ async def prepare(served: Served, body: AnswerBody) -> list[tuple[list[int], Sam
         raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
     choices = []
     for prompt in body.prompts:
-        token_ids = await _token_ids(served, prompt, adds_special_tokens=body.adds_special_tokens)
+        token_ids = await _token_ids(served, prompt, adds_special_tokens=body.add_special_tokens)
         max_tokens = _max_tokens(served.engine, len(token_ids), body)
         if sampling.min_tokens > max_tokens:
             raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
         params = replace(sampling, max_tokens=max_tokens)
-        choices += [(token_ids, _of_choice(params, index)) for index in range(body.choices_per_prompt)]
+        choices += [(token_ids, _of_choice(params, index)) for index in range(body.n)]
     return choices
 
 

@@ -79,8 +79,7 @@ class TextCodec:
         if not tokenizer.chat_template:
             raise RequestError("the model has no chat template: use /v1/completions", param="messages")
         reserved = inspect.signature(tokenizer.apply_chat_template).parameters
-        variables = conversation.chat_template_kwargs or {}
-        for name in variables:
+        for name in conversation.chat_template_kwargs:
             if name in reserved or name == "messages":
                 raise RequestError(
                     f"`chat_template_kwargs.{shown(name)}` is reserved: a request cannot set it",
@@ -90,8 +89,8 @@ class TextCodec:
             text = tokenizer.apply_chat_template(
                 conversation.contents,
                 tokenize=False,
-                add_generation_prompt=conversation.add_generation_prompt is not False,
-                **variables,
+                add_generation_prompt=conversation.add_generation_prompt,
+                **conversation.chat_template_kwargs,
             )
         except (TemplateError, *TEMPLATE_ERRORS) as error:
             raise RequestError(
