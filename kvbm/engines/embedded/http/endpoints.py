@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
-from kvbm.engines.embedded.engine.request import SamplingParams
 from kvbm.engines.embedded.http.choices import Choices
 from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.engines.embedded.http.connections import body_of
@@ -81,6 +80,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _json(body, status=error.status)
     except CompletionFailed as error:
         return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
+    except EngineError as error:  # it is not running
+        return _json(error_body(error.message, status=503, code="engine_failed"), status=503)
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -131,7 +132,7 @@ class _Endpoints:
         self._service.running.update(completions)
         try:
             for completion, (_, params) in zip(completions, prepared, strict=True):
-                _submit(completion, params)
+                completion.submit(params)
             parts = await choices.next_parts()
             headers = {REQUEST_ID: client_id}
             if body.stream:
@@ -176,11 +177,7 @@ class _Endpoints:
         served = self._service.ready()
         if (external := request.query.get("reset_external")) not in (None, "true", "false"):
             raise wrong("reset_external", external, "true or false")
-        try:
-            is_reset = await asyncio.wrap_future(served.engine.begin_reset())
-        except EngineError as error:
-            raise RequestError(error.message, status=503, code="engine_failed") from error
-        if not is_reset:
+        if not await asyncio.wrap_future(served.engine.begin_reset()):
             raise RequestError("the connector could not clear its cache: try again", status=409, code="in_use")
         return _json({"reset": True})
 
@@ -212,14 +209,6 @@ def _require_token(request: web.Request, token: str | None) -> None:
             return
         reason = f"the header {ADMIN_HEADER} must have the admin token of this server"
     raise RequestError(f"{shown(request.path)} is refused: {reason}", status=403, code="not_allowed")
-
-
-def _submit(completion: Completion, params: SamplingParams) -> None:
-    """Submit the request. Raises RequestError 503 if the engine is not running."""
-    try:
-        completion.submit(params)
-    except EngineError as error:
-        raise RequestError(error.message, status=503, code="engine_failed") from error
 
 
 def _request_id(request: web.Request) -> str:
