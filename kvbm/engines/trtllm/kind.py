@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from kvbm.engines.engine_kind import (
     with_arguments,
 )
 from kvbm.engines.installation import shown
+from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.engines.trtllm import launch, sizing, versions
 from kvbm.engines.trtllm.disaggregated import fleet
 from kvbm.engines.trtllm.options import CONNECTOR, DEFAULT_BLOCK_TOKENS, SIGNS, refused_options
@@ -57,18 +57,18 @@ class TrtllmKind(EngineKind):
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         return launch.plan(
-            _with_local_model(profile),
+            with_local_model(profile),
             connector=connector,
             port=port,
             installation=self.found(profile),
         )
 
     def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
-        return fleet(_with_local_model(profile), self.found(profile), ports, environment)
+        return fleet(with_local_model(profile), self.found(profile), ports, environment)
 
     def front(self, profile: Profile, fleet: Fleet, port: int) -> LaunchPlan:
         return launch.disaggregated_server(
-            _with_local_model(profile),
+            with_local_model(profile),
             port=port,
             prefill=_addresses(fleet.prefill),
             decode=_addresses(fleet.decode),
@@ -108,13 +108,6 @@ class TrtllmKind(EngineKind):
             f"not tested, because the server of {TITLE} does not report it: the tier that prompt tokens came from, the "
             "time in its queue, and log-probabilities"
         ]
-
-
-def _with_local_model(profile: Profile) -> Profile:
-    """Return the profile with the path of a local model, without `~`."""
-    model = profile.engine.model
-    engine = profile.engine.model_copy(update={"model": os.path.expanduser(model)})
-    return profile.model_copy(update={"engine": engine})
 
 
 def _addresses(plans: Sequence[LaunchPlan]) -> list[str]:

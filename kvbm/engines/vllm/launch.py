@@ -21,7 +21,7 @@ from math import ceil
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S, VllmArguments, VllmEngine
 from kvbm.config.schema import Profile
 from kvbm.engines.installation import Installation
-from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan, as_text, metrics_url, served_at
+from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan, as_text, flag_of, flag_words, metrics_url, served_at
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, OFFLOADING_CONNECTOR, TIER, TIER_MODULE
 from kvbm.engines.vllm.versions import INSTALL, has_stable_hashes, is_cpu
 
@@ -142,18 +142,11 @@ def _flags(arguments: VllmArguments, drain_s: float) -> list[str]:
 
 
 def _flag(name: str, value: object) -> Iterator[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        yield flag
-    elif value is False:
+    if value is False:
         if name not in ONLY_ON:
-            yield f"--no-{flag.removeprefix('--')}"
+            yield flag_of(f"no_{name}")
     elif isinstance(value, list) and name in REPEATED:
         for one in value:
-            yield from _flag(name, one)
-    elif isinstance(value, list) and name not in JSON_LISTS:
-        yield from (flag, *map(as_text, value))
-    elif (text := as_text(value)).startswith("-"):
-        yield f"{flag}={text}"  # as a separate word it would be parsed as a flag
+            yield from flag_words(name, one)
     else:
-        yield from (flag, text)
+        yield from flag_words(name, as_text(value) if name in JSON_LISTS else value)
