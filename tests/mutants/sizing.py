@@ -30,14 +30,6 @@ MUTANTS = (
         fails="tests/sizing/test_sizing_on_cpu.py -k width_of_states",
     ),
     Mutant(
-        name="sizing-allows-narrow-latent-cache",
-        bug="a cache of 8 bits with latent attention has a size on a CPU, where vLLM fails with it",
-        file="kvbm/engines/vllm/cpu.py",
-        old="self.cache.is_narrow or self.backend is LatentBackend.AMX",
-        new="self.backend is LatentBackend.AMX",
-        fails="tests/sizing/test_sizing_on_cpu.py -k 8_bits",
-    ),
-    Mutant(
         name="sizing-takes-null-for-the-default",
         bug="`num_key_value_heads: null` counts as missing, and has the default of the family",
         file="kvbm/sizing/families/facts.py",

@@ -23,7 +23,6 @@ from kvbm.engines.vllm.cpu import (
     STATE_FLAG,
     WIDENING,
     LatentAttention,
-    NamedCache,
     keeps_narrow_gdn,
     widens_states,
 )
@@ -41,7 +40,6 @@ from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.families.states import GDN_STATE_TYPE
 from kvbm.sizing.families.table import architecture_of, layer_specs, state_kind
-from kvbm.sizing.findings import StateLevel
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
 from kvbm.sizing.wanted import Cpu
@@ -264,9 +262,7 @@ def latent_on_cpu(model: Model, specs: Sequence[LayerSpec]) -> LatentAttention |
     kinds, setting = {spec.kind for spec in specs}, model.setting
     if LayerKind.LATENT not in kinds or setting.disables_latent or not setting.on_cpu:
         return None
-    cache_type, source = _cache_type(model, kinds)
-    cache = None if cache_type is None else NamedCache(source, cache_type, _CACHE_ELEMENT_BYTES.get(cache_type) == 1)
-    return LatentAttention(model.arguments, setting.cpu, cache)
+    return LatentAttention(model.arguments, setting.cpu)
 
 
 def _ranks(model: Model) -> Ranks:
@@ -341,7 +337,7 @@ def _block_tokens(
     notes: list[str] = []
     if latent is not None:
         tokens = latent.block_tokens
-        notes += _notes_of_latent(latent)
+        notes.append(latent.note())
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
@@ -375,14 +371,6 @@ def _notes_of_states(model: Model, specs: Sequence[LayerSpec]) -> Iterator[str]:
         yield f"this CPU has {STATE_FLAG}, so vLLM keeps the states of this model in 32 bits; other CPUs keep 16"
     else:
         yield f"vLLM keeps the states of this model in 16 bits on this CPU; one with {STATE_FLAG} keeps 32"
-
-
-def _notes_of_latent(latent: LatentAttention) -> Iterator[str]:
-    """SizeUnknown if vLLM does not start with it."""
-    for finding in latent.findings():
-        if finding.level is StateLevel.MISTAKE:
-            raise SizeUnknown(finding.message, hint=finding.hint)
-        yield finding.message
 
 
 def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, kernel: int, *, is_latent: bool) -> int:
