@@ -25,8 +25,8 @@ MUTANTS = (
         name="sizing-keeps-states-narrow-on-every-cpu",
         bug="states on a CPU with avx512_bf16 count half of what they have",
         file="kvbm/engines/vllm/cpu.py",
-        old="else STATE_FLAG) in cpu.flags",
-        new="else STATE_FLAG) in ()",
+        old="else _BF16) in cpu.flags",
+        new="else _BF16) in ()",
         fails="tests/sizing/test_sizing_on_cpu.py -k width_of_states",
     ),
     Mutant(

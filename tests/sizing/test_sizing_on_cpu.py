@@ -110,9 +110,6 @@ def test_the_flags_of_the_cpu_decide_the_width_of_states(model: str) -> None:
     assert state_bytes(WITH_AMX, model) < wide  # AMX alone counts before 0.29 only
     assert state_bytes(Cpu(WITH_AMX.flags, (0, 28)), model) == wide
     assert state_bytes(Cpu(STATES_32.flags, (0, 28)), model) < wide
-    [narrow_note, *_], [wide_note, *_] = (sized(cpu, model, block_size=128).notes for cpu in (STATES_16, STATES_32))
-    assert "in 16 bits on this CPU; one with avx512_bf16 keeps 32" in narrow_note
-    assert "this CPU has avx512_bf16, so vLLM keeps the states of this model in 32 bits" in wide_note
 
 
 def test_a_narrow_type_by_name_counts_on_such_a_cpu_for_gated_delta_nets_only() -> None:

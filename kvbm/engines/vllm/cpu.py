@@ -26,7 +26,7 @@ from kvbm.sizing.wanted import Cpu
 
 REFERENCE_BLOCK_TOKENS = 16
 AMX_KERNEL_TOKENS = 32
-_AMX, STATE_FLAG = "amx_tile", "avx512_bf16"  # flags in /proc/cpuinfo
+_AMX, _BF16 = "amx_tile", "avx512_bf16"  # flags in /proc/cpuinfo
 _FIRST_WITH_AMX_MLA: Release = (0, 29)
 _FIRST_WITH_NARROW_GDN: Release = (0, 29)
 BACKEND_KEY = f"{PREFIX}attention_backend"
@@ -40,7 +40,6 @@ class LatentBackend(Enum):
 
 
 PLAIN = Cpu()
-WIDENING = Cpu(frozenset({STATE_FLAG}))
 
 
 def has_amx_attention(cpu: Cpu) -> bool:
@@ -49,7 +48,7 @@ def has_amx_attention(cpu: Cpu) -> bool:
 
 def widens_states(cpu: Cpu) -> bool:
     """Whether vLLM keeps states in 32 bits, also if an argument or the model names a type of 16 bits."""
-    return (_AMX if _is_before(cpu, _FIRST_WITH_NARROW_GDN) else STATE_FLAG) in cpu.flags
+    return (_AMX if _is_before(cpu, _FIRST_WITH_NARROW_GDN) else _BF16) in cpu.flags
 
 
 def keeps_narrow_gdn(cpu: Cpu) -> bool:

@@ -20,8 +20,6 @@ from kvbm.config.heads import have_layers_equal_heads
 from kvbm.config.values import count_of
 from kvbm.engines.vllm.cpu import (
     PLAIN,
-    STATE_FLAG,
-    WIDENING,
     LatentAttention,
     keeps_narrow_gdn,
     widens_states,
@@ -351,26 +349,12 @@ def _block_tokens(
     kind = state_kind(model.config) if has_states else None
     if kind is not None and kind not in KINDS_OF_STATES:
         notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
-    if has_states and on_cpu:
-        notes += _notes_of_states(model, specs)
     if has_states:
         kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS
         if latent is not None:
             kernel = latent.kernel_tokens
         tokens = _tokens_of_state(specs, tokens, kernel, is_latent=is_latent)
     return tokens, tuple(notes)
-
-
-def _notes_of_states(model: Model, specs: Sequence[LayerSpec]) -> Iterator[str]:
-    """Says how wide a state is if another CPU would keep it in another width."""
-    is_wide = widens_states(model.setting.cpu)
-    other = replace(model.setting, cpu=Cpu() if is_wide else WIDENING)
-    if specs == layer_specs(model.config, _ranks(replace(model, setting=other))):
-        return
-    if is_wide:
-        yield f"this CPU has {STATE_FLAG}, so vLLM keeps the states of this model in 32 bits; other CPUs keep 16"
-    else:
-        yield f"vLLM keeps the states of this model in 16 bits on this CPU; one with {STATE_FLAG} keeps 32"
 
 
 def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, kernel: int, *, is_latent: bool) -> int:
