@@ -18,12 +18,7 @@ from math import ceil
 from kvbm.config.engine import VllmArguments
 from kvbm.config.heads import have_layers_equal_heads
 from kvbm.config.values import count_of
-from kvbm.engines.vllm.cpu import (
-    PLAIN,
-    LatentAttention,
-    keeps_narrow_gdn,
-    widens_states,
-)
+from kvbm.engines.vllm.cpu import PLAIN, LatentAttention, keeps_narrow_gdn, widens_states
 from kvbm.engines.vllm.models import KINDS_OF_STATES
 from kvbm.engines.vllm.sizing_groups import CacheGroup, cache_groups
 from kvbm.engines.vllm.state_settings import (
