@@ -132,7 +132,8 @@ class EngineKind(ABC):
         """Return what clients can do that they should not, if the server is not on a loopback address."""
         return None
 
-    def refused(self, document: Document) -> Iterable[Mistake]:
+    @staticmethod
+    def refused(document: Document) -> Iterable[Mistake]:
         """Return the arguments in a document that kvbm sets, or that the engine does not have."""
         return ()
 

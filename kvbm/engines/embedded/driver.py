@@ -134,7 +134,7 @@ class KvbmScheduler:
 
     def _hint_of(self, request_id: str) -> tuple[object, object]:
         request = self._requests.get(request_id)
-        return (None, None) if request is None else ((request.kv_transfer_params or {}).get("kvbm"), None)
+        return (None, None) if request is None else ((request.params.kv_transfer_params or {}).get("kvbm"), None)
 
     @hook()
     def on_new_request(self, request: Request) -> None:

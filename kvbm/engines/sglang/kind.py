@@ -25,7 +25,6 @@ from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.launch_plan import LaunchPlan
     from kvbm.sizing.tiers import Device
@@ -36,6 +35,7 @@ _WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline
 
 class SglangKind(EngineKind):
     package = PACKAGE
+    refused = staticmethod(refused_flags)
     presets = MODELS
     suggested_preset = "vllm-81m"
     sized_by = SizedBy("sglang", "page_size", "kv_cache_dtype", ranks="tp_size", stages="pp_size")
@@ -58,9 +58,6 @@ class SglangKind(EngineKind):
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         """Do not require `make_model` to have run either."""
         return launch.plan(with_local_model(profile), connector=connector, port=port)
-
-    def refused(self, document: Document) -> Iterator[Mistake]:
-        return refused_flags(document)
 
     def install(self, profile: Profile) -> str:
         return INSTALL

@@ -22,7 +22,6 @@ from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.disaggregated import Fleet
     from kvbm.engines.installation import Installation
@@ -37,6 +36,7 @@ class TrtllmKind(EngineKind):
     """Its engines take a share of the free device memory: of two on one device, the second would get less."""
 
     package = PACKAGE
+    refused = staticmethod(refused_options)
     signs = SIGNS
     sized_by = SizedBy("trtllm", "kv_cache_config.tokens_per_block", "kv_cache_config.dtype")
     is_known = staticmethod(versions.is_known)
@@ -74,9 +74,6 @@ class TrtllmKind(EngineKind):
             decode=_addresses(fleet.decode),
             installation=self.found(profile),
         )
-
-    def refused(self, document: Document) -> Iterator[Mistake]:
-        return refused_options(document)
 
     def install(self, profile: Profile) -> str:
         return INSTALL

@@ -37,7 +37,6 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.families.facts import SizeUnknown
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.disaggregated import Fleet
     from kvbm.engines.launch_plan import LaunchPlan
@@ -65,6 +64,7 @@ _CONNECTOR_HINTS = {
 
 class VllmKind(EngineKind):
     package = PACKAGE
+    refused = staticmethod(refused_flags)
     presets = MODELS
     suggested_preset = "vllm-81m"
     sized_by = SizedBy(
@@ -119,9 +119,6 @@ class VllmKind(EngineKind):
             "address",
             hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
         )
-
-    def refused(self, document: Document) -> Iterator[Mistake]:
-        return refused_flags(document)
 
     def install(self, profile: Profile) -> str:
         return INSTALL_FOR_CPU if self.runs_on_cpu(profile) else INSTALL

@@ -127,9 +127,9 @@ class Completion:
     def _measure_tokens(self) -> None:
         now = time.monotonic()
         if self._latest_token is None:
-            self._metrics.first_token(now - self._created)
+            self._metrics.first_token.observe(now - self._created)
         else:
-            self._metrics.next_token(now - self._latest_token)
+            self._metrics.next_token.observe(now - self._latest_token)
         self._latest_token = now
 
     def _part(self, output: RequestOutput) -> AnswerPart:

@@ -7,7 +7,7 @@ An unknown field is refused. A field that is `null` counts as absent. No client 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -41,7 +41,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     OFF: ClassVar[Off] = {}
-    IGNORED: ClassVar[Iterable[str]] = ()
+    IGNORED: ClassVar[Collection[str]] = ()
 
     @model_validator(mode="before")
     @classmethod
