@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from kvbm.engines.embedded.engine.connector import ConnectorOutput
+from kvbm.engines.embedded.engine.scheduler import Step
 
 
 class Memory(Protocol):
@@ -82,7 +83,7 @@ class HostScheduler:
         self.lookups: list[Lookup] = []
         self.allocations: list[tuple[str, tuple[int, ...], int]] = []
         self.finished: Counter[str] = Counter()
-        self.outputs: list[object] = []
+        self.steps: list[Step] = []
         self.bad: set[str] = set()
         self.resets = 0
         self._requests: dict[str, object] = {}
@@ -101,7 +102,7 @@ class HostScheduler:
         self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> int | None:
-        preemptions = sum(request.request_id in output.preempted_ids for output in self.outputs)
+        preemptions = sum(request in step.preempted for step in self.steps)
         self.lookups.append(Lookup(request.request_id, num_computed_tokens, preemptions))
         if request.request_id in self.not_yet:
             return None
@@ -125,11 +126,10 @@ class HostScheduler:
         self.pool.hold(loaded)
         self._loading[request.request_id] = loaded
 
-    def build_connector_meta(self, output) -> Meta:
-        self.outputs.append(output)
+    def build_connector_meta(self, step) -> Meta:
+        self.steps.append(step)
         saves = {}
-        for request_id, count in output.scheduled:
-            request = self._requests[request_id]
+        for request, count in step.scheduled.items():
             for index in range((request.num_computed_tokens + count) // self.block_size):
                 block_hash = request.block_hashes[index]
                 if block_hash not in self.known:

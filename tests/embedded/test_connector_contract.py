@@ -19,7 +19,7 @@ def warm(engine: SimulatedEngine, prompt: list[int] = PROMPT) -> None:
     engine.answer(prompt, max_tokens=1)
     engine.blocks.reset()
     scheduler, worker = engine.connector
-    for record in (scheduler.lookups, scheduler.allocations, scheduler.outputs, worker.calls):
+    for record in (scheduler.lookups, scheduler.allocations, scheduler.steps, worker.calls):
         record.clear()
 
 
@@ -52,8 +52,8 @@ def test_a_preempted_request_is_looked_up_again():
     times = engine.scheduler.counters.preemptions
     assert times >= 1
     assert {lookup.preemptions for lookup in lookups} == set(range(times + 1))
-    outputs = engine.connector[0].outputs
-    assert [output.preempted_ids for output in outputs if output.preempted_ids] == [["second"]] * times
+    steps = engine.connector[0].steps
+    assert [[one.request_id for one in step.preempted] for step in steps if step.preempted] == [["second"]] * times
 
 
 def test_a_request_without_an_answer_does_not_hold_up_those_behind_it():
@@ -106,7 +106,7 @@ def test_at_least_one_token_is_computed(length):
     result = engine.add(PROMPT[:length], max_tokens=1, request_id="hit")
     engine.run()
     require_right(result, PROMPT[:length])
-    computed = sum(count for output in scheduler.outputs for name, count in output.scheduled if name == "hit")
+    computed = sum(count for step in scheduler.steps for one, count in step.scheduled.items() if one is result.request)
     assert computed == length - result.last.num_external_tokens >= 1
     assert computed == 1
 
@@ -132,7 +132,7 @@ def test_loading_blocks_are_neither_scheduled_nor_found_before_the_load_ends():
         engine.step()
     require_right(other, PROMPT)
     assert other.last.num_cached_tokens == 0
-    assert all("loading" not in dict(output.scheduled) for output in scheduler.outputs)
+    assert all(loading.request not in step.scheduled for step in scheduler.steps)
     worker.finish_loads()
     engine.run()
     require_right(loading, PROMPT)
@@ -252,9 +252,9 @@ def test_the_engine_keeps_stepping_while_the_connector_has_something_under_way()
     assert not engine.core.has_work
     engine.connector[0].has_pending_work = lambda: True
     assert engine.core.has_work
-    steps = len(engine.connector[0].outputs)
+    steps = len(engine.connector[0].steps)
     assert engine.step() is False
-    assert len(engine.connector[0].outputs) == steps + 1
+    assert len(engine.connector[0].steps) == steps + 1
 
 
 def test_blocks_of_an_aborted_load_are_not_reused_before_the_copy_has_stopped():

@@ -31,9 +31,9 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
     from kvbm.engines.embedded.engine.block_pool import BlockPool
-    from kvbm.engines.embedded.engine.connector import SchedulerOutput
     from kvbm.engines.embedded.engine.kv_pool import KVPool
     from kvbm.engines.embedded.engine.request import Request
+    from kvbm.engines.embedded.engine.scheduler import Step
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.leader.leader import Leader
     from kvbm.tiers.disk.settings import Progress
@@ -187,18 +187,18 @@ class KvbmScheduler:
         )
 
     @hook(StepPlan(step=0), when_off=True)
-    def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
-        self._finish_and_offload(output)
+    def build_connector_meta(self, step: Step) -> StepPlan:
+        self._finish_and_offload(step)
         return self._cache.step()
 
     @hook()
-    def _finish_and_offload(self, output: SchedulerOutput) -> None:
-        for request_id in output.preempted_ids:
-            if (request := self._requests.get(request_id)) is not None:
-                self._cache.finish(request_id, request.block_hashes, is_preempted=True)
-        for request_id, num_scheduled_tokens in output.scheduled:
-            self._offload(self._requests[request_id], num_scheduled_tokens)
-        self._step = sum(count for _, count in output.scheduled), time.monotonic()
+    def _finish_and_offload(self, step: Step) -> None:
+        for request in step.preempted:
+            if request.request_id in self._requests:
+                self._cache.finish(request.request_id, request.block_hashes, is_preempted=True)
+        for request, num_scheduled_tokens in step.scheduled.items():
+            self._offload(self._requests[request.request_id], num_scheduled_tokens)
+        self._step = sum(step.scheduled.values()), time.monotonic()
 
     @hook(ConnectorOutput, when_off=True)
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:

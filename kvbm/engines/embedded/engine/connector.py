@@ -35,17 +35,7 @@ if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.block_pool import BlockPool
     from kvbm.engines.embedded.engine.kv_pool import KVPool
     from kvbm.engines.embedded.engine.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """What one step computes: `scheduled` has (request id, number of tokens) for each request in the batch.
-
-    The requests in `preempted_ids` lost their blocks in this step.
-    """
-
-    scheduled: list[tuple[str, int]]
-    preempted_ids: list[str]
+    from kvbm.engines.embedded.engine.scheduler import Step
 
 
 @dataclass(slots=True)
@@ -72,7 +62,7 @@ class SchedulerConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None: ...
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None: ...
     def lower_tier_tokens(self, request: Request) -> tuple[int, int]: ...
-    def build_connector_meta(self, output: SchedulerOutput) -> object: ...
+    def build_connector_meta(self, step: Step) -> object: ...
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput: ...
     def request_finished(self, request: Request) -> None: ...
     def has_pending_work(self) -> bool: ...

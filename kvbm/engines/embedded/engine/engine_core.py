@@ -88,7 +88,7 @@ class EngineCore:
     def _run_with_connector(
         self, scheduler_connector: SchedulerConnector, worker_connector: WorkerConnector, step: Step
     ) -> tuple[Sampled, ConnectorOutput]:
-        meta = pickle.loads(pickle.dumps(scheduler_connector.build_connector_meta(step.output())))
+        meta = pickle.loads(pickle.dumps(scheduler_connector.build_connector_meta(step)))
         worker_connector.start_load_kv(meta)
         sampled = self._runner.run(step)
         worker_connector.wait_for_save(meta)

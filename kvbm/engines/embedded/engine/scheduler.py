@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from kvbm.engines.embedded.engine.block_pool import BlockPool
-from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector, SchedulerOutput
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector
 from kvbm.engines.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
 
 
@@ -53,7 +53,7 @@ class EngineCounters:
 
 @dataclass(slots=True)
 class Step:
-    """One step: the scheduled requests in batch order, and the preempted ones."""
+    """One step: the scheduled requests in batch order, with their tokens, and those that lost their blocks in it."""
 
     budget: int
     scheduled: dict[Request, int] = field(default_factory=dict)
@@ -70,11 +70,6 @@ class Step:
     def sampled(self) -> list[Request]:
         """The requests whose last token is in this step, in batch order: each gets a next token."""
         return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
-
-    def output(self) -> SchedulerOutput:
-        """Return the step in the form for the connector."""
-        scheduled = [(request.request_id, count) for request, count in self.scheduled.items()]
-        return SchedulerOutput(scheduled, preempted_ids=[request.request_id for request in self.preempted])
 
 
 class Scheduler:
