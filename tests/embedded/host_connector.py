@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvbm.engines.embedded.engine.connector import ConnectorOutput
-from kvbm.engines.embedded.engine.scheduler import Step
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, Step
 
 
 class Memory(Protocol):

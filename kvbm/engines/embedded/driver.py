@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.device.worker import HostCapacity, Worker
-from kvbm.engines.embedded.engine.connector import ConnectorOutput
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, Step
 from kvbm.engines.embedded.worker_placement import ProcessWorker
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.hashing import HASH_BYTES, extend, namespace, root
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.block_pool import BlockPool
     from kvbm.engines.embedded.engine.kv_pool import KVPool
     from kvbm.engines.embedded.engine.request import Request
-    from kvbm.engines.embedded.engine.scheduler import Step
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.leader.leader import Leader
     from kvbm.tiers.disk.settings import Progress

@@ -35,7 +35,27 @@ if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.block_pool import BlockPool
     from kvbm.engines.embedded.engine.kv_pool import KVPool
     from kvbm.engines.embedded.engine.request import Request
-    from kvbm.engines.embedded.engine.scheduler import Step
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: the scheduled requests in batch order, with their tokens, and those that lost their blocks in it."""
+
+    budget: int
+    scheduled: dict[Request, int] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+
+    def add(self, request: Request, token_count: int) -> None:
+        self.scheduled[request] = token_count
+        self.budget -= token_count
+
+    def remove(self, request: Request) -> None:
+        self.budget += self.scheduled.pop(request, 0)
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests whose last token is in this step, in batch order: each gets a next token."""
+        return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
 
 
 @dataclass(slots=True)

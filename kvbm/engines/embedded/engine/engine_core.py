@@ -11,11 +11,17 @@ import pickle
 
 from kvbm.engines.embedded.engine import sampling
 from kvbm.engines.embedded.engine.attention import Batch, PackedSequence
-from kvbm.engines.embedded.engine.connector import Connector, ConnectorOutput, SchedulerConnector, WorkerConnector
+from kvbm.engines.embedded.engine.connector import (
+    Connector,
+    ConnectorOutput,
+    SchedulerConnector,
+    Step,
+    WorkerConnector,
+)
 from kvbm.engines.embedded.engine.kv_pool import KVPool
 from kvbm.engines.embedded.engine.model import LoadedModel
 from kvbm.engines.embedded.engine.request import FinishReason, Request, TokenLogprobs
-from kvbm.engines.embedded.engine.scheduler import Scheduler, Step
+from kvbm.engines.embedded.engine.scheduler import Scheduler
 
 Sampled = list[tuple[int, TokenLogprobs | None]]
 

@@ -20,11 +20,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from kvbm.engines.embedded.engine.block_pool import BlockPool
-from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector, Step
 from kvbm.engines.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
 
 
@@ -49,27 +49,6 @@ class EngineCounters:
     prefix_cache_hits: int = 0
     external_cache_queries: int = 0
     external_cache_hits: int = 0
-
-
-@dataclass(slots=True)
-class Step:
-    """One step: the scheduled requests in batch order, with their tokens, and those that lost their blocks in it."""
-
-    budget: int
-    scheduled: dict[Request, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)
-
-    def add(self, request: Request, token_count: int) -> None:
-        self.scheduled[request] = token_count
-        self.budget -= token_count
-
-    def remove(self, request: Request) -> None:
-        self.budget += self.scheduled.pop(request, 0)
-
-    @property
-    def sampled(self) -> list[Request]:
-        """The requests whose last token is in this step, in batch order: each gets a next token."""
-        return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
 
 
 class Scheduler:
