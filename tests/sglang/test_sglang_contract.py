@@ -17,7 +17,6 @@ from kvbm.engines.sglang.versions import TESTED
 
 SURFACES = json.loads(FILE.read_text())
 # Methods of the interface that kvbm leaves to SGLang's base class, and why.
-OF_OLDER_INTERFACE = ("get", "batch_get", "set", "batch_set", "exists")  # abstract, and never called with `interface_v1`
 NOT_OURS = {
     "get_stats": "kvbm has metrics of its own",
 }
@@ -27,6 +26,10 @@ CONFIG_NAMES = {"_storage", "storage", "storage_config"}  # of the configuration
 @pytest.fixture(params=SURFACES)
 def surface(request):
     return SURFACES[request.param]
+
+
+# Abstract, and never called with `interface_v1`.
+OF_OLDER_INTERFACE = ("get", "batch_get", "set", "batch_set", "exists")
 
 
 def parameters(text):
