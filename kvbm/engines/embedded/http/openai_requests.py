@@ -6,7 +6,7 @@ the tokens are accepted only with the value that means "off". `prompt.py` makes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -91,7 +91,7 @@ class GenerationBody(Body):
         "priority": (0,),
         "logit_bias": ({},),
     }
-    IGNORED = (
+    IGNORED: ClassVar[Collection[str]] = (
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
         "user",
     )
