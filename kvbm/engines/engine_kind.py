@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from kvbm.engines.python_probe import find
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.disaggregated import Fleet
-    from kvbm.engines.installation import Installation
+    from kvbm.engines.installation import Installation, ProbedPackage
     from kvbm.engines.launch_plan import LaunchPlan
     from kvbm.sizing.findings import StateFinding
     from kvbm.sizing.tiers import Device
@@ -93,11 +94,9 @@ class OwnMemory:
     remedy: str
 
 
-Found = TypeVar("Found", bound="Installation")
-
-
 class EngineKind(ABC):
     traits: ClassVar[ServerTraits]
+    package: ClassVar[ProbedPackage | None] = None  # None for a part of kvbm
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # synthetic models that make_model.py makes for it
     suggested_preset: ClassVar[str] = ""
     sized_by: ClassVar[SizedBy | None] = None  # None if `kvbm size` does not know it without a profile
@@ -133,14 +132,22 @@ class EngineKind(ABC):
         """Return what clients can do that they should not, if the server is not on a loopback address."""
         return None
 
-    def refused(self, document: Document) -> Iterable[Mistake]:
+    @staticmethod
+    def refused(document: Document) -> Iterable[Mistake]:
         """Return the arguments in a document that kvbm sets, or that the engine does not have."""
         return ()
 
     def installed(self, profile: Profile) -> Installation | None:
         """Return the engine in the interpreter of the profile, None if it is missing or part of kvbm. Raises
         EnvironmentProblem if the interpreter does not work."""
-        return None
+        return None if self.package is None else find(python_of(profile), self.package)
+
+    def found(self, profile: Profile) -> Installation | None:
+        """Return what `installed` does, None too if the interpreter does not work."""
+        try:
+            return self.installed(profile)
+        except EnvironmentProblem:
+            return None
 
     def install(self, profile: Profile) -> str | None:
         """Return the arguments of Python that install the engine, None for a part of kvbm."""
@@ -256,14 +263,6 @@ class EngineKind(ABC):
 def python_of(profile: Profile) -> str:
     """Return the interpreter that runs the engine."""
     return profile.engine.python or sys.executable
-
-
-def if_it_works(installed: Callable[[Profile], Found | None], profile: Profile) -> Found | None:
-    """Return what `EngineKind.installed` finds, None too if the interpreter does not work."""
-    try:
-        return installed(profile)
-    except EnvironmentProblem:
-        return None
 
 
 def with_arguments(profile: Profile, **changed: object) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Release = tuple[int, int]
@@ -13,13 +14,16 @@ _RELEASE = re.compile(r"v?(\d+)\.(\d+)")
 @dataclass(frozen=True, slots=True)
 class Installation:
     """`script` is the path of the engine's command, None if it does not work. `has_kvbm`: the interpreter has the
-    connector. `rival` is the version of NVIDIA's distribution `kvbm`, whose modules have the same names as ours."""
+    connector. `rival` is the version of NVIDIA's distribution `kvbm`, whose modules have the same names as ours.
+    `has_interface`: the engine can load a connector. `flags`: of its command, with underscores; empty if unknown."""
 
     version: str
     distribution: str
     script: str | None
     has_kvbm: bool
     rival: str | None = None
+    has_interface: bool = True
+    flags: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,3 +75,20 @@ def metrics_url(profile: Profile) -> str:
 def as_text(value: object) -> str:
     """Return the text of a flag's value: JSON unless it is text."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def flag_words(name: str, value: object) -> Iterator[str]:
+    """Yield the words of a flag with a value that is not false. True stands for a flag without a value."""
+    flag = flag_of(name)
+    if value is True:
+        yield flag
+    elif isinstance(value, list):
+        yield from (flag, *map(as_text, value))
+    elif (text := as_text(value)).startswith("-"):
+        yield f"{flag}={text}"  # as a separate word it would be parsed as a flag
+    else:
+        yield from (flag, text)

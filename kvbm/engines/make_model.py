@@ -14,11 +14,18 @@
     vllm-mamba2          Mamba-2, states only
     vllm-hybrid          Qwen3-Next in the size of vllm-81m: slow enough that a cache helps
 
-hybrid_models.json describes the last six, whose layers keep states. Weights depend only on the preset, and so does the
-tokenizer, which is trained on text generated here. The initializer range is wide: at the usual 0.02 a random model
+synthetic_models.json has their configurations, without what all share. Weights depend only on the preset, and so does
+the tokenizer, which is trained on text generated here. The initializer range is wide: at the usual 0.02 a random model
 repeats one token for every prompt, and wrong KV stays undetected. With usual weights a state forgets within a few
 tokens, and a wrong one stays undetected too: LONG_MEMORY replaces such weights. Files are bfloat16, which an engine
 that computes in float32 reads exactly.
+
+Why some configurations are as they are:
+
+- Embeddings of vllm-swa are not tied: tied, its large ones would make it repeat the last token. vLLM does not tie those
+  of vllm-mla, and would answer with zeroes.
+- The `rope_type` of vllm-mla is not `default`: vLLM 0.32 on a CPU then takes the keys to rotate for contiguous, which
+  those of latent attention are not, and the KV of a token would depend on the number of tokens in its step.
 """
 
 from __future__ import annotations
@@ -54,70 +61,10 @@ _SHARED: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-_QWEN3 = _SHARED | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
-
+_FACTS = Path(__file__).with_name("synthetic_models.json")
 MODELS: dict[str, dict[str, Any]] = {
-    "vllm-25m": _QWEN3
-    | {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1344, "initializer_range": 0.07},
-    "vllm-81m": _QWEN3
-    | {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2304, "initializer_range": 0.06},
-    "vllm-swa": _SHARED
-    | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        "sliding_window": 256,
-        "hidden_size": 512,
-        "intermediate_size": 1344,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "query_pre_attn_scalar": 64,
-        "initializer_range": 0.07,
-        "tie_word_embeddings": False,  # tied, its large embeddings would make it repeat the last token
-    },
-    "vllm-mla": _SHARED
-    | {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_hidden_layers": 4,
-        "first_k_dense_replace": 4,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "n_shared_experts": 1,
-        "hidden_size": 512,
-        "intermediate_size": 1344,
-        "moe_intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
-        # With the type `default`, vLLM 0.32 on a CPU takes the keys to rotate for contiguous, which those of latent
-        # attention are not: the KV of a token would depend on the number of tokens in its step.
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 2.0,
-            "original_max_position_embeddings": 2048,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "initializer_range": 0.07,
-        "tie_word_embeddings": False,  # vLLM does not tie them here and would answer with zeroes
-    },
+    preset: _SHARED | facts for preset, facts in json.loads(_FACTS.read_text()).items()
 }
-_HYBRIDS = Path(__file__).with_name("hybrid_models.json")
-MODELS |= {preset: _SHARED | facts for preset, facts in json.loads(_HYBRIDS.read_text()).items()}
 ADAPTERS = {"vllm-25m-lora-a": "vllm-25m", "vllm-25m-lora-b": "vllm-25m"}
 PRESETS = (*MODELS, *ADAPTERS)
 
@@ -141,7 +88,7 @@ def materialise(preset: str) -> Path:
 def directory_of(preset: str) -> Path:
     """Directory of a preset. Its name contains a hash of what describes it, so that an outdated model is never used."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbm" / "models"
-    recipe = hashlib.sha256(Path(__file__).read_bytes() + _HYBRIDS.read_bytes()).hexdigest()[:12]
+    recipe = hashlib.sha256(Path(__file__).read_bytes() + _FACTS.read_bytes()).hexdigest()[:12]
     return root / f"{preset}-{recipe}"
 
 

@@ -6,31 +6,29 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_BITS = r"[wa]?\d{1,2}(bit|a\d{1,2})?"
-_QUANTIZED = re.compile(
-    rf"([-_.](awq|gptq|fp8|fp4|nvfp4|mxfp4|int[48]|bnb|gguf|mlx|exl[23]|quantized|dynamic|block|unsloth|autoround|{_BITS}))+$"
+# Words of a name that leave the KV as it is: how the weights are quantized, and what the model was trained for.
+_VARIANT = re.compile(
+    r"awq|gptq|(nv|mx)?fp[48]|int[48]|bnb|gguf|mlx|exl[23]|quantized(\.w\d+a\d+)?|dynamic|block|unsloth|autoround|\d+bit|w\d+(a\d+)?"
+    r"|instruct|chat|it|base|pt|hf|thinking|meta|qat"
 )
-SAME_KV = "A quantized variant has the same KV, unless its configuration asks for a narrower KV cache."
-SAME_PER_TOKEN = "A variant that differs only in training has the same KV per token."
-_OF_TRAINING = frozenset({"instruct", "chat", "it", "base", "pt", "hf", "thinking", "meta"})  # words of names
+SAME_KV = (
+    "A variant that differs only in training or quantization has the same KV per token, unless its configuration asks "
+    "for a narrower KV cache."
+)
 
 
 def suggestion(model: str, names: Iterable[str]) -> str | None:
-    """Return a hint with the name of a known model: in other letters, without its quantization, trained otherwise, or
-    similar."""
+    """Return a hint with the name of a known model: in other letters, trained or quantized otherwise, or similar."""
     by_name = {_last(name): name for name in names}
     wanted = _last(model)
-    base = _QUANTIZED.sub("", wanted)
     if wanted in by_name:
         return f"did you mean `{by_name[wanted]}`?"
-    if base in by_name:
-        return f"did you mean `{by_name[base]}`? {SAME_KV}"
-    trained = {_without_training(name): name for name in by_name}
-    if (name := trained.get(_without_training(base))) is not None:
-        return f"did you mean `{by_name[name]}`? {SAME_PER_TOKEN}{f' {SAME_KV}' if base != wanted else ''}"
+    plain = {_plain(name): name for name in by_name.values()}
+    if (name := plain.get(_plain(model))) is not None:
+        return f"did you mean `{name}`? {SAME_KV}"
     # A model of another size or version has another cache.
-    alike = [name for name in by_name if re.findall(r"\d+", name) == re.findall(r"\d+", base)]
-    near = difflib.get_close_matches(base, alike, n=1, cutoff=0.8)
+    alike = [name for name in by_name if re.findall(r"\d+", name) == re.findall(r"\d+", wanted)]
+    near = difflib.get_close_matches(wanted, alike, n=1, cutoff=0.8)
     return f"did you mean `{by_name[near[0]]}`?" if near else None
 
 
@@ -38,5 +36,5 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2].lower()
 
 
-def _without_training(name: str) -> str:
-    return "-".join(word for word in re.split("[-_]", name) if word not in _OF_TRAINING)
+def _plain(name: str) -> str:
+    return "-".join(word for word in re.split("[-_]", _last(name)) if not _VARIANT.fullmatch(word))

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from kvbm.child.run import Ended, run
 from kvbm.engines.installation import Installation, ProbedPackage
@@ -22,7 +22,6 @@ from kvbm.text.reading import parse_json
 
 PROBE_TIMEOUT_S = 30
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-Found = TypeVar("Found", bound=Installation)
 
 
 _PROGRAM = """
@@ -73,7 +72,7 @@ print(json.dumps(found))
 """
 
 
-def find(python: str, package: ProbedPackage, form: type[Found]) -> Found | None:
+def find(python: str, package: ProbedPackage) -> Installation | None:
     """Return an engine as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work.
 
     Probes once: all parts of a command get the same answer, also if the probe failed or timed out.
@@ -81,7 +80,7 @@ def find(python: str, package: ProbedPackage, form: type[Found]) -> Found | None
     found = _probe_once(python, package)
     if isinstance(found, EnvironmentProblem):
         raise found
-    return None if found is None else form(**found)
+    return None if found is None else Installation(**found)
 
 
 @cache

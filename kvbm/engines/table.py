@@ -17,7 +17,7 @@ from kvbm.child.run import last_line
 from kvbm.config import load as loading
 from kvbm.engines import make_model as models
 from kvbm.engines.embedded.kind import EmbeddedKind
-from kvbm.engines.engine_kind import Place, if_it_works
+from kvbm.engines.engine_kind import Place
 from kvbm.engines.installation import release_of
 from kvbm.engines.python_probe import run_elsewhere
 from kvbm.engines.sglang.kind import SglangKind
@@ -54,7 +54,7 @@ def kind_of(profile: Profile) -> EngineKind:
 
 def installation_of(profile: Profile) -> Installation | None:
     """Return the engine in the profile's interpreter, None if it or the interpreter is missing."""
-    return if_it_works(kind_of(profile).installed, profile)
+    return kind_of(profile).found(profile)
 
 
 def engine_version(profile: Profile) -> dict[str, str]:

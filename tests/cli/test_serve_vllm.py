@@ -17,7 +17,6 @@ from kvbm.config.schema import Profile
 from kvbm.engines.python_probe import _probe, _probe_once, find
 from kvbm.engines.table import make_model
 from kvbm.engines.vllm.versions import PACKAGE as VLLM
-from kvbm.engines.vllm.versions import VllmInstallation
 from kvbm.errors import EnvironmentProblem
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
@@ -147,7 +146,7 @@ def test_interpreter_without_vllm():
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/true", "/bin/false", "/bin/echo"])
 def test_what_is_no_interpreter_is_an_error(python):
     with pytest.raises(EnvironmentProblem, match="is not a working Python interpreter"):
-        find(python, VLLM, VllmInstallation)
+        find(python, VLLM)
 
 
 HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'

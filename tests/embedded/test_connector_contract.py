@@ -9,8 +9,8 @@ BLOCK = 4
 PROMPT = [n % 50 for n in range(3, 3 + 18)]  # four full blocks, and two tokens
 
 
-def engine_with_host(*, is_async: bool = True, latency_steps: int | None = 1, **settings) -> SimulatedEngine:
-    connector = host_connector.create(block_size=BLOCK, is_async=is_async, latency_steps=latency_steps)
+def engine_with_host(*, latency_steps: int | None = 1, **settings) -> SimulatedEngine:
+    connector = host_connector.create(block_size=BLOCK, latency_steps=latency_steps)
     return SimulatedEngine(block_size=BLOCK, connector=connector, **settings)
 
 
@@ -19,16 +19,13 @@ def warm(engine: SimulatedEngine, prompt: list[int] = PROMPT) -> None:
     engine.answer(prompt, max_tokens=1)
     engine.blocks.reset()
     scheduler, worker = engine.connector
-    for record in (scheduler.lookups, scheduler.allocations, scheduler.outputs, worker.calls):
+    for record in (scheduler.lookups, scheduler.allocations, scheduler.steps, worker.calls):
         record.clear()
 
 
 def require_right(result, prompt: list[int]) -> None:
     assert result.token_ids == expected_output(prompt, len(result.token_ids))
     assert result.is_finished
-
-
-both_ways = pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------
@@ -45,7 +42,7 @@ def test_a_request_is_looked_up_with_its_local_hit_and_not_again_while_it_comput
 
 
 def test_a_preempted_request_is_looked_up_again():
-    engine = engine_with_host(blocks=8, is_async=False)
+    engine = engine_with_host(blocks=8)
     first = engine.add(PROMPT, max_tokens=12)
     second = engine.add(PROMPT[:7], max_tokens=12, request_id="second")
     engine.run()
@@ -55,8 +52,8 @@ def test_a_preempted_request_is_looked_up_again():
     times = engine.scheduler.counters.preemptions
     assert times >= 1
     assert {lookup.preemptions for lookup in lookups} == set(range(times + 1))
-    outputs = engine.connector[0].outputs
-    assert [output.preempted_ids for output in outputs if output.preempted_ids] == [["second"]] * times
+    steps = engine.connector[0].steps
+    assert [[one.request_id for one in step.preempted] for step in steps if step.preempted] == [["second"]] * times
 
 
 def test_a_request_without_an_answer_does_not_hold_up_those_behind_it():
@@ -89,45 +86,29 @@ def test_a_lookup_happens_even_where_another_prompt_takes_the_whole_step():
 # -- allocation --------------------------------------------------------------------------------------------------------
 
 
-def test_allocation_is_told_for_requests_without_a_hit():
+def test_the_blocks_of_a_load_are_told_once():
     engine = engine_with_host()
-    engine.answer(PROMPT, max_tokens=1, request_id="cold")
-    assert [(name, tokens) for name, _, tokens in engine.connector[0].allocations] == [("cold", 0)]
-
-
-def test_allocation_is_told_a_second_time_after_an_asynchronous_load():
-    engine = engine_with_host()
-    warm(engine)
-    engine.answer(PROMPT, max_tokens=1, request_id="hit")
-    told = engine.connector[0].allocations
-    assert [(name, tokens) for name, _, tokens in told] == [("hit", 16), ("hit", 0)]
-    assert (len(told[0][1]), len(told[1][1])) == (4, 5), "blocks for the load, then for what is computed"
-
-
-def test_a_synchronous_load_is_told_once_and_computed_in_the_same_step():
-    engine = engine_with_host(is_async=False)
     warm(engine)
     result = engine.add(PROMPT, max_tokens=1, request_id="hit")
-    engine.step()
+    engine.run()
     require_right(result, PROMPT)
-    assert [(name, tokens) for name, _, tokens in engine.connector[0].allocations] == [("hit", 16)]
-    assert engine.connector[0].outputs[-1].scheduled == [("hit", 2)]
+    told = [(name, len(block_ids), tokens) for name, block_ids, tokens in engine.connector[0].allocations]
+    assert told == [("hit", 4, 16)]
     assert (result.last.num_cached_tokens, result.last.num_external_tokens) == (0, 16)
 
 
-@both_ways
 @pytest.mark.parametrize("length", [16, 17])
-def test_at_least_one_token_is_computed(is_async, length):
-    engine = engine_with_host(is_async=is_async)
+def test_at_least_one_token_is_computed(length):
+    engine = engine_with_host()
     warm(engine)
     scheduler = engine.connector[0]
     scheduler.leaves_last_block = False  # offers all of it
     result = engine.add(PROMPT[:length], max_tokens=1, request_id="hit")
     engine.run()
     require_right(result, PROMPT[:length])
-    computed = sum(count for output in scheduler.outputs for name, count in output.scheduled if name == "hit")
+    computed = sum(count for step in scheduler.steps for one, count in step.scheduled.items() if one is result.request)
     assert computed == length - result.last.num_external_tokens >= 1
-    assert computed <= (1 if is_async else BLOCK)
+    assert computed == 1
 
 
 def test_a_local_hit_leaves_the_last_token_to_be_computed():
@@ -151,7 +132,7 @@ def test_loading_blocks_are_neither_scheduled_nor_found_before_the_load_ends():
         engine.step()
     require_right(other, PROMPT)
     assert other.last.num_cached_tokens == 0
-    assert all("loading" not in dict(output.scheduled) for output in scheduler.outputs)
+    assert all(loading.request not in step.scheduled for step in scheduler.steps)
     worker.finish_loads()
     engine.run()
     require_right(loading, PROMPT)
@@ -171,10 +152,9 @@ def test_ids_that_the_engine_does_not_know_are_ignored():
     engine.answer(PROMPT, max_tokens=2)
 
 
-@both_ways
 @pytest.mark.parametrize("bad_blocks", [1, 3, 4])
-def test_failed_blocks_that_arrive_with_the_end_of_their_load_are_computed_again(is_async, bad_blocks):
-    engine = engine_with_host(is_async=is_async)
+def test_failed_blocks_that_arrive_with_the_end_of_their_load_are_computed_again(bad_blocks):
+    engine = engine_with_host()
     warm(engine)
     engine.connector[1].fail_next = bad_blocks
     result = engine.answer(PROMPT, max_tokens=3)
@@ -272,9 +252,9 @@ def test_the_engine_keeps_stepping_while_the_connector_has_something_under_way()
     assert not engine.core.has_work
     engine.connector[0].has_pending_work = lambda: True
     assert engine.core.has_work
-    steps = len(engine.connector[0].outputs)
+    steps = len(engine.connector[0].steps)
     assert engine.step() is False
-    assert len(engine.connector[0].outputs) == steps + 1
+    assert len(engine.connector[0].steps) == steps + 1
 
 
 def test_blocks_of_an_aborted_load_are_not_reused_before_the_copy_has_stopped():
@@ -321,7 +301,7 @@ def _decoding(engine):
 STATES = {
     "waiting": (_waiting, "waiting", 16),
     "loading": (_loading, "waiting for remote kvs", 16),
-    "loaded": (_loaded, "waiting", 5),
+    "loaded": (_loaded, "running", 5),
     "prefilling": (_prefilling, "running", 5),
     "decoding": (_decoding, "running", 16),
 }
@@ -349,7 +329,7 @@ def test_an_abort_in_any_state_ends_the_request_once_and_leaks_nothing(state):
 
 
 def test_an_abort_after_a_preemption_ends_the_request_once():
-    engine = engine_with_host(blocks=8, is_async=False)
+    engine = engine_with_host(blocks=8)
     first = engine.add(PROMPT, max_tokens=12)
     second = engine.add(PROMPT[:7], max_tokens=12, request_id="second")
     while not engine.scheduler.counters.preemptions:
@@ -408,7 +388,7 @@ def test_what_was_computed_before_a_reset_is_not_found_after_it():
 
 
 def test_the_worker_connector_is_called_in_order_also_in_an_empty_step():
-    connector = host_connector.create(block_size=BLOCK, is_async=True)
+    connector = host_connector.create(block_size=BLOCK)
     with EngineRig("synthetic:tiny", num_blocks=16, block_size=BLOCK, connector=connector, verify=False) as rig:
         rig.add(prompts_of([6])[0], max_tokens=1)
         rig.step()

@@ -71,10 +71,9 @@ def test_preemption_and_recomputation_equal_generate(model):
         assert rig.core.scheduler.counters.preemptions > 0
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
-def test_blocks_from_host_memory_equal_generate(model, is_async):
-    connector = host_connector.create(block_size=BLOCK, is_async=is_async)
-    with model.rig(connector=connector, kv_layout="layer_first" if is_async else "block_first") as rig:
+def test_blocks_from_host_memory_equal_generate(model):
+    connector = host_connector.create(block_size=BLOCK)
+    with model.rig(connector=connector, kv_layout="layer_first") as rig:
         model.require_equal(rig.generate(model.prompts, max_tokens=NEW_TOKENS))
         rig.lose_g1()
         results = rig.generate(model.prompts, max_tokens=NEW_TOKENS)

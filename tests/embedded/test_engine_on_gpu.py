@@ -17,7 +17,7 @@ PROMPTS = prompts_of([5, 40, 333, 700], vocabulary=256)
 @pytest.mark.parametrize("kv_layout", ["block_first", "layer_first"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_answer_from_host_memory_equals_one_from_g1(dtype, kv_layout):
-    connector = host_connector.create(block_size=16, is_async=True)
+    connector = host_connector.create(block_size=16)
     config = {"num_blocks": 200, "dtype": dtype, "kv_layout": kv_layout, "device": "cuda", "verify": True}
     with EngineRig("synthetic:tiny", connector=connector, **config) as rig:
         rig.generate(PROMPTS, max_tokens=1)

@@ -35,10 +35,10 @@ def path(request, tmp_path_factory):
     return tiny_models.save(request.param, tmp_path_factory.mktemp("stress"))
 
 
-def serve_randomly(path, seed: int, *, config: dict, is_async: bool) -> None:
+def serve_randomly(path, seed: int, *, config: dict) -> None:
     numbers = random.Random(seed)
     work = draw_prompts(numbers)
-    connector = host_connector.create(block_size=BLOCK, is_async=is_async, latency_steps=numbers.randrange(4))
+    connector = host_connector.create(block_size=BLOCK, latency_steps=numbers.randrange(4))
     with EngineRig(path, block_size=BLOCK, threads=1, verify=False, connector=connector, **config) as rig:
         results, waiting = [], list(work)
         while waiting or rig.core.has_work:
@@ -67,11 +67,11 @@ def serve_randomly(path, seed: int, *, config: dict, is_async: bool) -> None:
 )
 def test_outputs_are_equal_under_random_load(path, index):
     """Every configuration with the model of one group of layers, and one with windows, whose `generate` is slow."""
-    serve_randomly(path, index, config=CONFIGS[index], is_async=index != 1)
+    serve_randomly(path, index, config=CONFIGS[index])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("path", MODELS, indirect=True)
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_outputs_are_equal_under_random_load_for_long(path, seed):
-    serve_randomly(path, seed, config=CONFIGS[seed % len(CONFIGS)], is_async=seed % 4 != 0)
+    serve_randomly(path, seed, config=CONFIGS[seed % len(CONFIGS)])

@@ -114,7 +114,7 @@ def test_an_answer_ends_where_the_model_is_full():
 
 
 def test_a_reset_is_waited_for_and_reaches_the_connector():
-    connector = host_connector.create(block_size=16, is_async=True)
+    connector = host_connector.create(block_size=16)
     with Served(connector=connector) as served:
         served.submit(PROMPT, max_tokens=1).wait()
         assert served.engine.begin_reset().result() is True
@@ -161,7 +161,7 @@ def test_resets_that_wait_when_the_engine_dies_are_answered():
 
 
 def test_the_thread_keeps_stepping_until_the_connector_has_nothing_under_way():
-    connector = host_connector.create(block_size=16, is_async=True)
+    connector = host_connector.create(block_size=16)
     enough = threading.Event()
     left = iter(range(20))
 
@@ -177,7 +177,7 @@ def test_the_thread_keeps_stepping_until_the_connector_has_nothing_under_way():
 
 
 def test_stopping_aborts_what_is_in_flight_and_shuts_the_connector_down():
-    connector = host_connector.create(block_size=16, is_async=True)
+    connector = host_connector.create(block_size=16)
     served = Served(connector=connector)
     clients = [served.submit(PROMPT, max_tokens=900, ignore_eos=True) for _ in range(3)]
     assert clients[0].started.wait(WAIT_S)
@@ -192,7 +192,7 @@ def test_stopping_aborts_what_is_in_flight_and_shuts_the_connector_down():
 
 
 def test_when_the_thread_dies_everything_in_flight_ends_with_an_error():
-    connector = host_connector.create(block_size=16, is_async=True)
+    connector = host_connector.create(block_size=16)
     with Served(connector=connector) as served:
         clients = [served.submit(PROMPT, max_tokens=900, ignore_eos=True) for _ in range(3)]
         for client in clients:
@@ -216,7 +216,7 @@ def test_when_the_thread_dies_everything_in_flight_ends_with_an_error():
 
 
 def test_an_order_that_kills_the_engine_is_answered():
-    connector = host_connector.create(block_size=16, is_async=True)
+    connector = host_connector.create(block_size=16)
     with Served(connector=connector) as served:
         connector[0].reset_cache = lambda: 1 // 0
         with pytest.raises(EngineError, match="failed while executing this order: ZeroDivisionError"):
@@ -226,7 +226,7 @@ def test_an_order_that_kills_the_engine_is_answered():
 
 
 def test_a_dead_engine_can_be_stopped_and_then_shuts_its_connector_down_once():
-    connector = host_connector.create(block_size=16, is_async=True)
+    connector = host_connector.create(block_size=16)
     served = Served(connector=connector)
     connector[1].start_load_kv = lambda meta: 1 // 0
     served.submit(PROMPT).wait()

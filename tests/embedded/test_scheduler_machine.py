@@ -22,13 +22,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks=st.integers(10, 24),
         budget=st.integers(3, 40),
         requests=st.integers(1, 6),
-        connector=st.sampled_from(["none", "synchronous", "asynchronous"]),
+        has_connector=st.booleans(),
         prefix_caching=st.booleans(),
     )
-    def create(self, blocks, budget, requests, connector, prefix_caching):
+    def create(self, blocks, budget, requests, has_connector, prefix_caching):
         sides = None
-        if connector != "none":
-            sides = host_connector.create(block_size=BLOCK, is_async=connector == "asynchronous", latency_steps=None)
+        if has_connector:
+            sides = host_connector.create(block_size=BLOCK, latency_steps=None)
         self.engine = SimulatedEngine(
             blocks=blocks,
             block_size=BLOCK,

@@ -33,7 +33,7 @@ class WatchedCodec(TextCodec):
         self.__dict__.update(byte_codec().__dict__)
         self.threads = threads
 
-    def render(self, conversation: openai_requests.ChatPrompt) -> str:
+    def render(self, conversation: openai_requests.Conversation) -> str:
         self.threads.append(threading.current_thread())
         return super().render(conversation)
 

@@ -12,17 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.engines.embedded.http.openai_requests import (
-    ChatPrompt,
-    CompletionRequest,
-    TextPrompt,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
 )
-from kvbm.engines.embedded.http.request_fields import RequestError
+from kvbm.engines.embedded.http.request_fields import Body, RequestError, read_body
 
-Parse = Callable[[bytes], CompletionRequest]
 TEN = ", ".join(['"a"'] * 10)
 CONTENT_RIGHT = (
     'it must be a string, or a list of parts such as {"type": "text", "text": "..."}; no others are supported'
@@ -30,12 +26,12 @@ CONTENT_RIGHT = (
 PROMPT_RIGHT = "it must be a string or a list of token ids, not empty, or a list of several of these"
 
 
-def completion(**fields: Any) -> CompletionRequest:
-    return parse_completion(json.dumps({"prompt": "Hello", **fields}).encode())
+def completion(**fields: Any) -> CompletionBody:
+    return read_body(CompletionBody, json.dumps({"prompt": "Hello", **fields}).encode())
 
 
-def chat(**fields: Any) -> CompletionRequest:
-    return parse_chat(json.dumps({"messages": [{"role": "user", "content": "Hello"}], **fields}).encode())
+def chat(**fields: Any) -> ChatBody:
+    return read_body(ChatBody, json.dumps({"messages": [{"role": "user", "content": "Hello"}], **fields}).encode())
 
 
 def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> RequestError:
@@ -44,19 +40,26 @@ def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> Reques
     return caught.value
 
 
+def what_counts(body: CompletionBody | ChatBody) -> tuple[object, ...]:
+    usage = body.usage_in_stream
+    answer = (body.n, body.token_limit, body.stream, usage.include_usage)
+    return (body.model, body.sampling, body.return_token_ids, body.skip_special_tokens, *answer)
+
+
 def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     request = completion()
     assert request.model is None
-    assert request.prompts == [TextPrompt("Hello", add_special_tokens=True)]
-    generation, sampling = request.generation, request.generation.sampling
-    assert (generation.max_tokens, sampling.min_tokens, sampling.temperature) == (None, 0, 1.0)
+    assert request.prompts == ["Hello"]
+    assert request.add_special_tokens
+    sampling = request.sampling
+    assert (request.token_limit, sampling.min_tokens, sampling.temperature) == (None, 0, 1.0)
     assert request.default_max_tokens == 16
     assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 0, None)
-    assert (sampling.stop, sampling.logprobs, generation.stream) == ((), None, False)
+    assert (sampling.stop, sampling.logprobs, request.stream) == ((), None, False)
 
 
 def test_a_chat_without_max_tokens_is_not_limited() -> None:
-    assert chat().generation.max_tokens is None
+    assert chat().token_limit is None
     assert chat().default_max_tokens is None
 
 
@@ -66,38 +69,39 @@ def test_a_prompt_may_be_token_ids(prompt: list[Any]) -> None:
 
 
 def test_several_prompts_may_come_in_one_list() -> None:
-    texts = [TextPrompt("a", add_special_tokens=True), TextPrompt("b", add_special_tokens=True)]
-    assert completion(prompt=["a", "b"]).prompts == texts
-    assert completion(prompt=[[1, 2], "a"]).prompts == [[1, 2], texts[0]]
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[[1, 2], "a"]).prompts == [[1, 2], "a"]
 
 
 def test_a_single_prompt_may_come_in_a_list() -> None:
-    assert completion(prompt=["Hello"]).prompts == [TextPrompt("Hello", add_special_tokens=True)]
+    assert completion(prompt=["Hello"]).prompts == ["Hello"]
 
 
 def test_text_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     (prompt,) = chat(messages=[{"role": "user", "content": parts}]).prompts
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.messages == [{"role": "user", "content": "one two"}]
+    assert prompt.contents == [{"role": "user", "content": "one two"}]
 
 
 def test_null_means_absent() -> None:
-    assert completion(max_tokens=None, stop=None, seed=None, n=None, echo=None) == completion()
+    absent = completion(max_tokens=None, stop=None, seed=None, n=None, echo=None)
+    assert what_counts(absent) == what_counts(completion())
 
 
 def test_what_clients_send_by_routine_is_ignored() -> None:
     routine = {"user": "u", "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "metadata": {}}
-    assert completion(**routine) == completion()
-    assert chat(store=False, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
+    assert what_counts(completion(**routine)) == what_counts(completion())
+    routine = {"store": False, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
+    assert what_counts(chat(**routine)) == what_counts(chat())
     of_vllm = {"use_beam_search": False, "length_penalty": 1.0, "priority": 0, "bad_words": [], "stop_token_ids": []}
-    assert completion(**of_vllm, include_stop_str_in_output=False, spaces_between_special_tokens=True) == completion()
-    assert chat(include_reasoning=True, continue_final_message=False) == chat()
+    of_vllm |= {"include_stop_str_in_output": False, "spaces_between_special_tokens": True}
+    assert what_counts(completion(**of_vllm)) == what_counts(completion())
+    assert what_counts(chat(include_reasoning=True, continue_final_message=False)) == what_counts(chat())
 
 
 def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
-    assert chat(max_completion_tokens=7).generation.max_tokens == 7
-    assert chat(max_completion_tokens=7, max_tokens=7).generation.max_tokens == 7
+    assert chat(max_completion_tokens=7).token_limit == 7
+    assert chat(max_completion_tokens=7, max_tokens=7).token_limit == 7
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
         ({"prompt": [1, "a"]}, f'`prompt` is [1, "a"]: {PROMPT_RIGHT}'),
         ({"prompt": ["a", "", "b"]}, f'`prompt` is ["a", "", "b"]: {PROMPT_RIGHT}'),
         ({"prompt": [True]}, f"`prompt` is [true]: {PROMPT_RIGHT}"),
-        ({"prompt": None}, f"`prompt` is null: {PROMPT_RIGHT}"),
+        ({"prompt": None}, "`prompt` is missing"),
         ({"model": 7}, "`model` is 7: it must be a valid string"),
         ({"max_tokens": 0}, "`max_tokens` is 0: it must be greater than or equal to 1"),
         ({"max_tokens": "5"}, '`max_tokens` is "5": it must be a valid integer'),
@@ -156,7 +160,7 @@ def test_too_many_answers_in_one_request_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"messages": None}, "`messages` is null: it must be a valid array"),
+        ({"messages": None}, "`messages` is missing"),
         ({"messages": []}, "`messages` is []: list should have at least 1 item after validation, not 0"),
         ({"messages": ["hi"]}, '`messages[0]` is "hi": it must be an object'),
         ({"messages": [{"content": ""}]}, "`messages[0].role` is missing"),
@@ -164,7 +168,7 @@ def test_too_many_answers_in_one_request_are_refused() -> None:
             {"messages": [{"role": "robot", "content": ""}]},
             "`messages[0].role` is \"robot\": it must be 'system', 'developer', 'user' or 'assistant'",
         ),
-        ({"messages": [{"role": "user", "content": None}]}, f"`messages[0].content` is null: {CONTENT_RIGHT}"),
+        ({"messages": [{"role": "user", "content": None}]}, "`messages[0].content` is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             f'`messages[0].content` is [{{"type": "image_url"}}]: {CONTENT_RIGHT}',
@@ -211,26 +215,28 @@ def test_an_unknown_field_of_stream_options_is_named_with_its_object() -> None:
     ],
 )
 def test_a_body_that_is_no_proper_json_is_refused(body: bytes, beginning: str) -> None:
-    assert refusal(parse_completion, body).message.startswith(beginning)
+    assert refusal(read_body, CompletionBody, body).message.startswith(beginning)
 
 
 @pytest.mark.parametrize("depth", [50, 200, 300, *range(900, 1000, 7)])
 def test_any_depth_of_nesting_ends_as_a_refusal(depth: int) -> None:
     body = b'{"prompt": %s1%s}' % (b'[{"a":' * depth, b"}]" * depth)
-    assert refusal(parse_completion, body).status == 400
+    assert refusal(read_body, CompletionBody, body).status == 400
 
 
 def test_tokenize_takes_a_prompt_or_messages() -> None:
-    request = parse_tokenize(b'{"model": "m", "prompt": "", "add_special_tokens": false}')
-    assert request.prompt == TextPrompt("", add_special_tokens=False)
-    assert isinstance(parse_tokenize(b'{"messages": [{"role": "user", "content": "a"}]}').prompt, ChatPrompt)
+    request = read_body(TokenizeBody, b'{"model": "m", "prompt": "", "add_special_tokens": false}')
+    assert (request.prompt, request.add_special_tokens) == ("", False)
+    conversation = read_body(TokenizeBody, b'{"messages": [{"role": "user", "content": "a"}]}')
+    assert conversation.contents == [{"role": "user", "content": "a"}]
     for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'):
-        assert refusal(parse_tokenize, body).message == "exactly one of `prompt` and `messages` is required"
+        assert refusal(read_body, TokenizeBody, body).message == "exactly one of `prompt` and `messages` is required"
 
 
 def test_detokenize_takes_token_ids() -> None:
-    assert parse_detokenize(b'{"tokens": [1, 2]}') == (None, [1, 2])
-    assert refusal(parse_detokenize, b'{"tokens": "ab"}').message == '`tokens` is "ab": it must be a list of token ids'
+    assert read_body(DetokenizeBody, b'{"tokens": [1, 2]}').tokens == [1, 2]
+    error = refusal(read_body, DetokenizeBody, b'{"tokens": "ab"}')
+    assert error.message == '`tokens` is "ab": it must be a list of token ids'
 
 
 json_values = st.recursive(
@@ -257,10 +263,8 @@ FIELDS = [
 ]
 
 
-@given(
-    parse=st.sampled_from([parse_completion, parse_chat]), body=st.dictionaries(st.sampled_from(FIELDS), json_values)
-)
-def test_whatever_a_client_sends_is_a_request_or_a_refusal(parse: Parse, body: dict[str, Any]) -> None:
-    valid = {"prompt": "a"} if parse is parse_completion else {"messages": [{"role": "user", "content": "a"}]}
+@given(form=st.sampled_from([CompletionBody, ChatBody]), body=st.dictionaries(st.sampled_from(FIELDS), json_values))
+def test_whatever_a_client_sends_is_a_request_or_a_refusal(form: type[Body], body: dict[str, Any]) -> None:
+    valid = {"prompt": "a"} if form is CompletionBody else {"messages": [{"role": "user", "content": "a"}]}
     with contextlib.suppress(RequestError):
-        parse(json.dumps({**valid, **body}).encode())
+        read_body(form, json.dumps({**valid, **body}).encode())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.engines.embedded.http.text_stream import LONG_WINDOW_TOKENS, Detokenizer, StopFinder, TextStream
+from kvbm.engines.embedded.http.text_stream import Detokenizer, StopFinder, TextStream
 
 
 def decode(token_ids: Sequence[int]) -> str:
@@ -59,20 +58,6 @@ def test_spaces_between_words_survive_tokens_without_text(token_ids: list[int]) 
 
 def test_an_unfinished_character_at_the_end_becomes_one_replacement() -> None:
     assert pieces(Detokenizer(decode), "a€".encode()[:-1]) == ["a", "", "", "�"]
-
-
-@pytest.mark.parametrize("token_id", [0xFF, 0x82, 0xE2, 300])
-def test_a_long_run_of_tokens_without_characters_is_decoded_in_short_windows(token_id: int) -> None:
-    longest = 0
-
-    def measured(token_ids: Sequence[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(token_ids))
-        return decode(token_ids)
-
-    found = pieces(Detokenizer(measured), [token_id] * 1000)
-    assert "".join(found) == decode([token_id] * 1000)
-    assert longest <= 3 * LONG_WINDOW_TOKENS
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

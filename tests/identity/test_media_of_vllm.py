@@ -346,8 +346,10 @@ def test_without_threads_no_medium_is_certain(media, monkeypatch, caplog):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert add(media, feature(picture(1))).certain_tokens() == 40
+    assert media.add(request(feature(picture(1)))).certain_tokens() == 40
     assert "cannot start a thread" in caplog.text
+    monkeypatch.undo()
+    assert add(media, feature(picture(2), "next")).certain_tokens() == UNLIMITED
 
 
 def test_media_that_another_engine_encodes_or_computes_are_not_certain(media):

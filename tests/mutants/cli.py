@@ -137,7 +137,7 @@ MUTANTS = (
         name="unknown-flags-of-vllm-are-none",
         bug="If the flags of the installed vLLM are unknown, every flag is refused.",
         file="kvbm/engines/vllm/versions.py",
-        old="set(self.flags) >= _USUAL_FLAGS and flag not in",
+        old="set(found.flags) >= _USUAL_FLAGS and flag not in",
         new="flag not in",
         fails="tests/cli/test_transcripts.py -k 'flags_are_known and not program'",
     ),

@@ -390,8 +390,8 @@ MUTANTS = (
         bug="after a failed load the embedded engine computes in blocks that a copy still writes to",
         file="kvbm/engines/embedded/engine/scheduler.py",
         old="""\
-            self._release(request.block_ids[first_bad:])
-            del request.block_ids[first_bad:]
+        self._release(request.block_ids[kept:])
+        del request.block_ids[kept:]
 """,
         new="",
         fails="tests/embedded/test_boundary.py -k hangs",

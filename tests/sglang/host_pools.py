@@ -77,9 +77,6 @@ class SGLangHostPool:
         length = token_bytes * self.page_size * (1 if by_layer else self.layer_num)
         return addresses, [length] * len(addresses)
 
-    def get_dummy_flat_data_page(self):
-        return torch.zeros(self.content(0).numel(), dtype=self.dtype)
-
 
 def _places(names):
     return [list(names).index(name) for name in ("page", "layer", "head", "dim")]
@@ -100,8 +97,8 @@ def pretend_identity(patch):
     """Let storages describe an engine without files of a model. Return its facts, which a test may change."""
     facts = {"engine": "sglang", "weights": "a"}
 
-    def identity(config, pool, *, zero_copy):
-        return {**facts, "pool": pool, "zero_copy": zero_copy, "part": part_of(config)}, ""
+    def identity(config, pool):
+        return {**facts, "pool": pool, "part": part_of(config)}, ""
 
     patch.setattr(storage, "identity", identity)
     patch.setattr(storage.weight_updates, "watch", lambda listener, **_: "")

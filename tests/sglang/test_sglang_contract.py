@@ -28,6 +28,10 @@ def surface(request):
     return SURFACES[request.param]
 
 
+# Abstract, and never called with `interface_v1`.
+OF_OLDER_INTERFACE = ("get", "batch_get", "set", "batch_set", "exists")
+
+
 def parameters(text):
     return ast.parse(f"def f({text}): pass").body[0].args
 
@@ -44,7 +48,7 @@ def test_every_method_of_the_interface_is_ours_or_left_on_purpose(surface):
 
 def test_our_methods_take_the_parameters_of_the_interface(surface):
     for name, text in surface["classes"]["HiCacheStorage"]["methods"].items():
-        if name in NOT_OURS:
+        if name in NOT_OURS or name in OF_OLDER_INTERFACE:
             continue
         theirs = [one.arg for one in parameters(text).args]
         ours = list(inspect.signature(inspect.unwrap(getattr(KvbmHiCacheStorage, name))).parameters)

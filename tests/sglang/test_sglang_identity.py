@@ -135,7 +135,7 @@ def started(sglang, on_load=lambda: None):
 
 
 def described(**changes):
-    facts, doubt = identity(storage_config({}, **changes), POOL, zero_copy=True)
+    facts, doubt = identity(storage_config({}, **changes), POOL)
     return describe(facts, doubt).result(timeout=30)
 
 

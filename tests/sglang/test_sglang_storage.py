@@ -118,20 +118,12 @@ def test_kvbm_serve_finds_the_sizes_in_the_log(disk, caplog):
         assert found.block_bytes == backend._segment.info.block_bytes
 
 
-def test_flat_pages_of_the_older_interface_come_back(disk):
-    pool, keys = SGLangHostPool("page_first"), keys_of("a", 2)
-    pages = [pool.get_dummy_flat_data_page() + index + 1 for index in range(2)]
-    with opened(pool, {"disk": disk}) as backend:
-        assert backend.set(keys[0], pages[0])
-        assert backend.batch_set(keys[1:], pages[1:])
-        on_disk(backend, 2)
-        assert backend.exists(keys[1])
-        assert (backend.get(keys[0]) == pages[0]).all()
-        targets = [pool.get_dummy_flat_data_page() for _ in range(3)]
-        found = backend.batch_get([*keys, *keys_of("b", 1)], targets)
-        assert found[0] is targets[0]
-        assert (targets[1] == pages[1]).all()
-        assert found[2] is None
+def test_the_older_interface_is_refused_before_the_server_runs(disk):
+    configuration = storage_config({"tiers": {"disk": disk}})
+    del configuration.extra_config["interface_v1"]
+    with pytest.raises(EnvironmentProblem) as caught:
+        storage.KvbmHiCacheStorage(configuration, {})
+    assert "interface_v1" in caught.value.hint
 
 
 def test_a_missing_page_ends_the_prefix_and_changes_nothing(disk):
@@ -399,7 +391,6 @@ def test_a_key_that_is_no_hash_of_sglang_is_absent(keys, disk):
         assert backend.batch_exists(keys) == 0
         assert backend.batch_get_v1(keys, pool.indices(0)) == [False]
         assert backend.batch_set_v1(keys, pool.indices(0)) == [False]
-        assert backend.get(keys[0]) is None
         assert backend.batch_exists(keys_of("a", 1)) == 0
         assert not backend.boundary.is_off
 

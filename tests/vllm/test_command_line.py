@@ -16,15 +16,16 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.schema import Profile
+from kvbm.engines.installation import Installation
 from kvbm.engines.python_probe import find
 from kvbm.engines.table import load
 from kvbm.engines.vllm.flags import KVBM_SETS
 from kvbm.engines.vllm.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, _flag, plan
-from kvbm.engines.vllm.versions import PACKAGE, VllmInstallation, is_known
+from kvbm.engines.vllm.versions import PACKAGE, is_known, lacks
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.import_launch import name_of, value_count
 
-WITH_SCRIPT = VllmInstallation("0.32.0", "vllm", "/venv/bin/vllm", has_kvbm=True)
+WITH_SCRIPT = Installation("0.32.0", "vllm", "/venv/bin/vllm", has_kvbm=True)
 ARGUMENTS: dict[str, Any] = {
     "max_model_len": "8K",
     "dtype": "float32",
@@ -53,7 +54,7 @@ def parser() -> Any:
     return module.make_arg_parser(FlexibleArgumentParser())
 
 
-def parsed(profile: Profile, installation: VllmInstallation | None) -> Any:
+def parsed(profile: Profile, installation: Installation | None) -> Any:
     """What vLLM makes of the words behind its command, or behind its module."""
     argv = plan(profile, connector=True, port=8001, installation=installation).argv
     start = 2 if installation is not None else argv.index(SERVER_MODULE) + 1
@@ -61,7 +62,7 @@ def parsed(profile: Profile, installation: VllmInstallation | None) -> Any:
 
 
 @pytest.mark.parametrize("installation", [WITH_SCRIPT, None], ids=["vllm serve", "module"])
-def test_every_kind_of_value_arrives_as_it_was_meant(installation: VllmInstallation | None) -> None:
+def test_every_kind_of_value_arrives_as_it_was_meant(installation: Installation | None) -> None:
     profile = Profile.model_validate(
         {
             "engine": {"kind": "vllm", "model": "m", "arguments": ARGUMENTS},
@@ -128,17 +129,17 @@ def test_shipped_profile_is_understood(name: str) -> None:
 def test_flags_read_from_the_source_are_those_of_the_parser() -> None:
     options = {option for action in parser()._actions for option in action.option_strings if option.startswith("--")}
     names = {option.removeprefix("--").replace("-", "_") for option in options if not option.startswith("--no-")}
-    found = find(sys.executable, PACKAGE, VllmInstallation)
+    found = find(sys.executable, PACKAGE)
     assert found is not None
     assert {*found.flags, "help"} == names
-    assert not found.lacks("max_model_len")
-    assert found.lacks("max_modl_len")
+    assert not lacks(found, "max_model_len")
+    assert lacks(found, "max_modl_len")
 
 
 def test_this_interpreter_has_a_vllm_that_kvbm_knows() -> None:
     import vllm
 
-    found = find(sys.executable, PACKAGE, VllmInstallation)
+    found = find(sys.executable, PACKAGE)
     assert found is not None
     assert found.version == vllm.__version__ or found.version.partition("+")[0] in vllm.__version__
     assert found.has_kvbm

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from pydantic import Field, ValidationError
 
 from kvbm.engines.embedded.engine.config import EngineConfig
+from kvbm.engines.launch_plan import flag_of
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 from kvbm.host.log_queue import use_queued_stderr
 from kvbm.text.log_limit import LogLimit
@@ -147,19 +148,17 @@ def _read_flags(arguments: Sequence[str] | None) -> Flags:
         if isinstance(kinds[0], str):
             form["choices"] = kinds
         default = None if field.is_required() else field.default
-        parser.add_argument(_flag(name), required=field.is_required(), default=default, help=field.description, **form)
+        parser.add_argument(
+            flag_of(name), required=field.is_required(), default=default, help=field.description, **form
+        )
     try:
         flags = Flags.model_validate(vars(parser.parse_args(arguments)), strict=False)
     except ValidationError as error:
         wrong = error.errors()[0]
-        parser.error(f"argument {_flag(str(wrong['loc'][0]))}: {wrong['input']!r}: {wrong['msg']}")
+        parser.error(f"argument {flag_of(str(wrong['loc'][0]))}: {wrong['input']!r}: {wrong['msg']}")
     if flags.worker_process and flags.connector is None:
         parser.error("--worker-process requires --connector")
     return flags
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _error_text(error: KvbmError) -> str:

@@ -1,7 +1,7 @@
 """Integration of the embedded engine: translates its connector hooks into calls of the leader and the worker.
 
 It contains no policy. KvbmScheduler owns the leader, KvbmWorker the worker; they share no object. As in any engine,
-only a pickled handshake at start-up and a pickled StepPlan per step pass between them. With `worker_process=True` the
+only a handshake at start-up and a pickled StepPlan per step pass between them. With `worker_process=True` the
 worker runs in a separate process, which maps the engine's G1 memory by its file descriptor, so that the two cannot
 share an object by accident.
 """
@@ -9,16 +9,14 @@ share an object by accident.
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.device.worker import HostCapacity, Worker
-from kvbm.engines.embedded.engine.connector import ConnectorOutput
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, Step
 from kvbm.engines.embedded.worker_placement import ProcessWorker
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.engines.opening import EngineAtStart, known, open_leader
@@ -33,20 +31,11 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
     from kvbm.engines.embedded.engine.block_pool import BlockPool
-    from kvbm.engines.embedded.engine.connector import SchedulerOutput
     from kvbm.engines.embedded.engine.kv_pool import KVPool
     from kvbm.engines.embedded.engine.request import Request
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.leader.leader import Leader
     from kvbm.tiers.disk.settings import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHandshake:
-    """What KvbmWorker sends to KvbmScheduler once, at start-up."""
-
-    segments: tuple[SegmentInfo, ...]
-    block_tokens: int
 
 
 def create_connector(
@@ -80,54 +69,36 @@ class KvbmScheduler:
             profile.connector_config().metrics, control_directory=os.environ.get(CONTROL_VARIABLE)
         )
         self._progress = progress
-        self._identity = known({})
         self._namespace = b""
         self._step = (0, 0.0)  # tokens of the current step, and its start time
-        self._pool: BlockPool | None = None
-        self._handshake: WorkerHandshake | None = None
+        self._segment: SegmentInfo | None = None
+        self._block_tokens = 0
         self._guarded: GuardedLeader | None = None
         self._wake_engine: Callable[[], None] | None = None
         self.boundary = Boundary()
         self._requests: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
 
-    def accept_handshake(self, message: bytes) -> None:
-        self._handshake = pickle.loads(message)
-        self._create_leader()
+    def accept_handshake(self, segment: SegmentInfo, block_tokens: int) -> None:
+        """Note the memory of the worker, which has registered the KV pool."""
+        self._segment, self._block_tokens = segment, block_tokens
 
     def bind_wake(self, wake: Callable[[], None]) -> None:
         self._wake_engine = wake
 
     def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None:
-        """`identity` is everything in the engine that determines the bytes and the hashes of a block. `doubt` says why
-        it may not be, empty if it is."""
-        self._pool = pool
+        """Create the leader. `identity` is everything in the engine that determines the bytes and the hashes of blocks.
+        `doubt` says why it may not be, empty if it is."""
+        assert self._segment is not None, "the engine has not yet registered its KV pool"
         self._namespace = namespace(identity)
-        self._identity = known({"model": self._profile.engine.model, **identity}, doubt)
-        self._create_leader()
-
-    @property
-    def leader(self) -> Leader:
-        """The leader, for reports and tests. Hooks use `_cache`."""
-        return self._cache.leader
-
-    @property
-    def _cache(self) -> GuardedLeader:
-        assert self._guarded is not None, "the engine has not yet registered its KV pool or bound its block pool"
-        return self._guarded
-
-    def _create_leader(self) -> None:
-        """Create the leader when both the workers' segments and the engine's block pool are known."""
-        if self._handshake is None or self._pool is None:
-            return
-        traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
-        pool, segments = self._pool, self._handshake.segments
+        described = known({"model": self._profile.engine.model, **identity}, doubt)
+        traits = EngineTraits(self._block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         model = PurePath(str(self._profile.engine.model)).name
         info = {"engine_name": "embedded", "model": model, "dtype": str(self._profile.engine.arguments.dtype)}
         self._guarded = open_leader(
             self.boundary,
             self._profile.connector_config(),
-            EngineAtStart(segments, traits, pool.block_count, lambda: self._identity, self._progress, info),
+            EngineAtStart([self._segment], traits, pool.block_count, lambda: described, self._progress, info),
             LeaderCallbacks(
                 pool.hold,
                 pool.release,
@@ -141,6 +112,16 @@ class KvbmScheduler:
         )
         self._telemetry.watch(self._guarded, self._wake_engine)
 
+    @property
+    def leader(self) -> Leader:
+        """The leader, for reports and tests. Hooks use `_cache`."""
+        return self._cache.leader
+
+    @property
+    def _cache(self) -> GuardedLeader:
+        assert self._guarded is not None, "the engine has not yet bound its block pool"
+        return self._guarded
+
     def _tenant_of(self, request_id: str) -> bytes:
         request = self._requests.get(request_id)
         return b"" if request is None else request.tenant
@@ -152,25 +133,25 @@ class KvbmScheduler:
 
     def _hint_of(self, request_id: str) -> tuple[object, object]:
         request = self._requests.get(request_id)
-        return (None, None) if request is None else ((request.kv_transfer_params or {}).get("kvbm"), None)
+        return (None, None) if request is None else ((request.params.kv_transfer_params or {}).get("kvbm"), None)
 
     @hook()
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
 
-    @hook((0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    @hook(0)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         start = num_computed_tokens // self._block_tokens
         end = (request.num_tokens - 1) // self._block_tokens  # the engine computes the last token
         matched = self._cache.match(request.request_id, request.block_hashes, start, end)
         if matched is None:
-            return None, False
+            return None
         self._starts[request.request_id] = start
-        return matched * self._block_tokens, matched > 0
+        return matched * self._block_tokens
 
     @hook(when_off=True)
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        if num_external_tokens and not self._onboard(request, block_ids, num_external_tokens):
+        if not self._onboard(request, block_ids, num_external_tokens):
             self._cache.fail_load(request.request_id, block_ids)
 
     @hook(False)
@@ -205,18 +186,18 @@ class KvbmScheduler:
         )
 
     @hook(StepPlan(step=0), when_off=True)
-    def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
-        self._finish_and_offload(output)
+    def build_connector_meta(self, step: Step) -> StepPlan:
+        self._finish_and_offload(step)
         return self._cache.step()
 
     @hook()
-    def _finish_and_offload(self, output: SchedulerOutput) -> None:
-        for request_id in output.preempted_ids:
-            if (request := self._requests.get(request_id)) is not None:
-                self._cache.finish(request_id, request.block_hashes, is_preempted=True)
-        for request_id, num_scheduled_tokens in output.scheduled:
-            self._offload(self._requests[request_id], num_scheduled_tokens)
-        self._step = sum(count for _, count in output.scheduled), time.monotonic()
+    def _finish_and_offload(self, step: Step) -> None:
+        for request in step.preempted:
+            if request.request_id in self._requests:
+                self._cache.finish(request.request_id, request.block_hashes, is_preempted=True)
+        for request, num_scheduled_tokens in step.scheduled.items():
+            self._offload(self._requests[request.request_id], num_scheduled_tokens)
+        self._step = sum(step.scheduled.values()), time.monotonic()
 
     @hook(ConnectorOutput, when_off=True)
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
@@ -248,11 +229,6 @@ class KvbmScheduler:
             self._guarded.close()
         self.boundary.attempt("close", self._telemetry.close)
 
-    @property
-    def _block_tokens(self) -> int:
-        assert self._handshake is not None
-        return self._handshake.block_tokens
-
     def _offload(self, request: Request, num_scheduled_tokens: int) -> None:
         self._cache.offload(
             request.request_id,
@@ -267,7 +243,12 @@ class KvbmWorker:
     """Worker part of the connector: translates hooks into `Worker` calls, in this or in a separate process."""
 
     def __init__(
-        self, profile: Profile, *, handshake: Callable[[bytes], None], worker_process: bool, progress: Progress | None
+        self,
+        profile: Profile,
+        *,
+        handshake: Callable[[SegmentInfo, int], None],
+        worker_process: bool,
+        progress: Progress | None,
     ) -> None:
         host = profile.tiers.host_memory()
         self._capacity = HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks)
@@ -291,7 +272,7 @@ class KvbmWorker:
                 binds_memory=self._transfer.numa,
                 progress=self._progress,
             )
-        self._send_handshake(pickle.dumps(WorkerHandshake((self._home.info,), pool.block_size)))
+        self._send_handshake(self._home.info, pool.block_size)
 
     @contained()
     def start_load_kv(self, meta: object) -> None:

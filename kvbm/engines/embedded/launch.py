@@ -6,7 +6,7 @@ import sys
 
 from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
 from kvbm.config.schema import Profile
-from kvbm.engines.launch_plan import LaunchPlan, served_at
+from kvbm.engines.launch_plan import LaunchPlan, flag_of, flag_words, served_at
 
 
 def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
@@ -38,10 +38,9 @@ def _flags(arguments: EmbeddedArguments) -> list[str]:
     """Return one flag per key with a value. A boolean has one only if it differs from the default."""
     flags: list[str] = []
     for name, value in arguments:
-        flag = name.replace("_", "-")
         if isinstance(value, bool):
             is_default = value == EmbeddedArguments.model_fields[name].default
-            flags += [] if is_default else [f"--{flag}" if value else f"--no-{flag}"]
+            flags += [] if is_default else [flag_of(name if value else f"no_{name}")]
         elif value is not None:
-            flags += [f"--{flag}", str(value)]
+            flags += flag_words(name, value)
     return flags

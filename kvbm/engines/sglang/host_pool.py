@@ -90,17 +90,6 @@ class HostPool:
         pieces = list(zip(addresses, lengths, strict=True))
         return [pieces[at : at + size] for at in range(0, len(pieces), size)]
 
-    def empty_page(self) -> torch.Tensor:
-        """Return a new flat page, for SGLang's older interface."""
-        page: torch.Tensor = self._pool.get_dummy_flat_data_page()
-        return page
-
-    def flat(self, page: torch.Tensor) -> Addresses:
-        """Return where the bytes of a flat page are. Raises InvariantError if it is not a page in host memory."""
-        if page.device.type != "cpu" or not page.is_contiguous() or page.nbytes != self.page_bytes:
-            raise InvariantError(f"a page of {page.nbytes} bytes on {page.device} instead of {self.page_bytes}")
-        return [(page.data_ptr(), page.nbytes)]
-
     def _first_page(self) -> list[tuple[int, int]]:
         import torch
 

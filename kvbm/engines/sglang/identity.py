@@ -63,11 +63,10 @@ _OTHER_VARIABLES = re.compile(
 _NOT_SET: tuple[object, ...] = (None, False, "", "off", [])
 
 
-def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple[dict[str, object], str]:
+def identity(storage: Any, pool: dict[str, object]) -> tuple[dict[str, object], str]:
     """Return values for `describe`, and why pages must not outlive the engine, empty if they may.
 
-    `storage` is SGLang's configuration of the backend, `pool` the facts of the host pool. `zero_copy`: SGLang's newer
-    interface is used; the older one orders the bytes of a page in another way.
+    `storage` is SGLang's configuration of the backend, `pool` the facts of the host pool.
     """
     facts: dict[str, object] = {
         "engine": "sglang",
@@ -75,7 +74,7 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
         "device": device_name(),
         "stand_ins": os.environ.get(STAND_INS_VARIABLE, ""),
         "pool": pool,
-        "zero_copy": zero_copy,
+        "zero_copy": True,  # SGLang's older interface, which kvbm supported, orders the bytes of a page in another way
         "part": part_of(storage),
     }
     try:

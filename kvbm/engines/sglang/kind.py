@@ -15,12 +15,9 @@ from kvbm.engines.engine_kind import (
     ServerTraits,
     SizedBy,
     Unusable,
-    python_of,
     with_arguments,
 )
-from kvbm.engines.installation import Installation
 from kvbm.engines.make_model import MODELS
-from kvbm.engines.python_probe import find
 from kvbm.engines.sglang import launch, sizing, versions
 from kvbm.engines.sglang.options import LAYOUTS, STORAGE, refused_flags
 from kvbm.engines.sglang.versions import INSTALL, PACKAGE, TESTED, TO_COMPILE
@@ -28,7 +25,6 @@ from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.launch_plan import LaunchPlan
     from kvbm.sizing.tiers import Device
@@ -38,6 +34,8 @@ _WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline
 
 
 class SglangKind(EngineKind):
+    package = PACKAGE
+    refused = staticmethod(refused_flags)
     presets = MODELS
     suggested_preset = "vllm-81m"
     sized_by = SizedBy("sglang", "page_size", "kv_cache_dtype", ranks="tp_size", stages="pp_size")
@@ -60,12 +58,6 @@ class SglangKind(EngineKind):
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         """Do not require `make_model` to have run either."""
         return launch.plan(with_local_model(profile), connector=connector, port=port)
-
-    def refused(self, document: Document) -> Iterator[Mistake]:
-        return refused_flags(document)
-
-    def installed(self, profile: Profile) -> Installation | None:
-        return find(python_of(profile), PACKAGE, Installation)
 
     def install(self, profile: Profile) -> str:
         return INSTALL

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from kvbm.config.engine import SglangArguments, SglangEngine
 from kvbm.config.schema import Profile
-from kvbm.engines.launch_plan import LaunchPlan, as_text, metrics_url, served_at
+from kvbm.engines.launch_plan import LaunchPlan, as_text, flag_words, metrics_url, served_at
 from kvbm.engines.sglang.options import STORAGE
 from kvbm.engines.sglang.versions import INSTALL
 
@@ -65,11 +65,5 @@ def _flags(arguments: SglangArguments) -> Iterator[str]:
     given = arguments.model_dump(mode="json", exclude_none=True)
     given.pop("hicache_storage_backend_extra_config", None)
     for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            yield flag
-        elif isinstance(value, list):
-            yield from (flag, *map(as_text, value))
-        elif value is not False:
-            text = as_text(value)
-            yield from ((f"{flag}={text}",) if text.startswith("-") else (flag, text))
+        if value is not False:
+            yield from flag_words(name, value)

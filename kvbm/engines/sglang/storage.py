@@ -8,7 +8,6 @@ threads of its own, which wait for the answer:
     batch_get_v1       copies pages into SGLang's host memory. False: not there, damaged, or too late
     batch_set_v1       takes pages over. True: in kvbm's memory, and on their way to disk
     batch_*_v2         the same for models with more than one host pool: KV, and states or indexes
-    get, set, ...      the same for flat pages: SGLang's older interface
     clear              forgets every page
 
 No method raises once the server runs: any doubt is False, and SGLang computes the page. Methods of the start raise, so
@@ -71,7 +70,11 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         self._storage = storage_config
         extra = dict(storage_config.extra_config or {})
         ours = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
-        self._zero_copy = bool(extra.get("interface_v1"))
+        if not extra.get("interface_v1"):
+            raise EnvironmentProblem(
+                "kvbm does not work with SGLang's older interface for storages, which copies each page twice",
+                hint='add `"interface_v1": 1` to `--hicache-storage-backend-extra-config`',
+            )
         place = f"hicache-storage-backend-extra-config.{KEY}"
         group = (replica() or storage_config.dp_rank) * storage_config.pp_size + storage_config.pp_rank
         rank = self._rank = group * storage_config.tp_size + storage_config.tp_rank
@@ -195,36 +198,10 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         """Take over pages of several pools. Return for each pool which are stored."""
         return {one.name: self._transfer("batch_set_v2", one, self._set) for one in transfers}
 
-    def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+    def _of_older_interface(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("kvbm works with `interface_v1` only")
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        return self.batch_get([key], None if target_location is None else [target_location])[0]
-
-    def batch_get(
-        self, keys: Sequence[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        """Return flat pages, in the given tensors if there are any. None for a page that is not there."""
-
-        def run() -> list[torch.Tensor | None]:
-            assert self._pool is not None
-            targets = [self._pool.empty_page() for _ in keys] if target_locations is None else target_locations
-            are_there = self._get(_hashes(keys), [self._pool.flat(one) for one in targets])
-            return [page if is_there else None for page, is_there in zip(targets, are_there, strict=True)]
-
-        found, _ = self.boundary.attempt("batch_get", run)
-        return found or [None] * len(keys)
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return self.batch_set([key], [value])
-
-    @contained(False)
-    def batch_set(
-        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Take over flat pages. Return whether all are stored."""
-        assert self._pool is not None
-        return all(self._set(_hashes(keys), [self._pool.flat(one) for one in values]))
+    get = batch_get = set = batch_set = exists = _of_older_interface  # SGLang's abstract class requires them
 
     @contained()
     def clear(self) -> None:
@@ -260,7 +237,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
             log.warning("kvbm: no page is read or stored until SGLang is restarted: %s", cause)
 
     def _described(self, pool: dict[str, object]) -> Future[Description]:
-        facts, doubt = identity(self._storage, pool, zero_copy=self._zero_copy)
+        facts, doubt = identity(self._storage, pool)
         return describe(facts, self._doubt or doubt)
 
     def _info(self) -> dict[str, str]:

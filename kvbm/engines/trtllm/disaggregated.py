@@ -17,15 +17,15 @@ from kvbm.engines.trtllm import launch
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
+    from kvbm.engines.installation import Installation
     from kvbm.engines.launch_plan import LaunchPlan
-    from kvbm.engines.trtllm.versions import TrtllmInstallation
 
 TRANSCEIVER = {"cache_transceiver_config": {"backend": "DEFAULT"}}
 PREFILL = {"disable_overlap_scheduler": True, **TRANSCEIVER}  # as TensorRT-LLM's documentation has context servers
 
 
 def fleet(
-    profile: Profile, installation: TrtllmInstallation | None, ports: Iterator[int], environment: Mapping[str, str]
+    profile: Profile, installation: Installation | None, ports: Iterator[int], environment: Mapping[str, str]
 ) -> Fleet:
     """Return how to start the engines. `ports` yields their ports, `environment` is the caller's."""
     assert isinstance(profile.engine, TrtllmEngine), f"this is a plan for TensorRT-LLM, not for {profile.engine.kind}"

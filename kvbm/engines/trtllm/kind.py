@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,20 +11,17 @@ from kvbm.engines.engine_kind import (
     Place,
     ServerTraits,
     SizedBy,
-    if_it_works,
-    python_of,
     with_arguments,
 )
 from kvbm.engines.installation import shown
-from kvbm.engines.python_probe import find
+from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.engines.trtllm import launch, sizing, versions
 from kvbm.engines.trtllm.disaggregated import fleet
 from kvbm.engines.trtllm.options import CONNECTOR, DEFAULT_BLOCK_TOKENS, SIGNS, refused_options
-from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE, TrtllmInstallation
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.disaggregated import Fleet
     from kvbm.engines.installation import Installation
@@ -39,6 +35,8 @@ TITLE = "TensorRT-LLM"
 class TrtllmKind(EngineKind):
     """Its engines take a share of the free device memory: of two on one device, the second would get less."""
 
+    package = PACKAGE
+    refused = staticmethod(refused_options)
     signs = SIGNS
     sized_by = SizedBy("trtllm", "kv_cache_config.tokens_per_block", "kv_cache_config.dtype")
     is_known = staticmethod(versions.is_known)
@@ -59,35 +57,29 @@ class TrtllmKind(EngineKind):
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         return launch.plan(
-            _with_local_model(profile),
+            with_local_model(profile),
             connector=connector,
             port=port,
-            installation=if_it_works(self.installed, profile),
+            installation=self.found(profile),
         )
 
     def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
-        return fleet(_with_local_model(profile), if_it_works(self.installed, profile), ports, environment)
+        return fleet(with_local_model(profile), self.found(profile), ports, environment)
 
     def front(self, profile: Profile, fleet: Fleet, port: int) -> LaunchPlan:
         return launch.disaggregated_server(
-            _with_local_model(profile),
+            with_local_model(profile),
             port=port,
             prefill=_addresses(fleet.prefill),
             decode=_addresses(fleet.decode),
-            installation=if_it_works(self.installed, profile),
+            installation=self.found(profile),
         )
-
-    def refused(self, document: Document) -> Iterator[Mistake]:
-        return refused_options(document)
-
-    def installed(self, profile: Profile) -> TrtllmInstallation | None:
-        return find(python_of(profile), PACKAGE, TrtllmInstallation)
 
     def install(self, profile: Profile) -> str:
         return INSTALL
 
     def problem_of_cache(self, python: str, found: Installation) -> EnvironmentProblem | None:
-        if isinstance(found, TrtllmInstallation) and not found.has_interface:
+        if not found.has_interface:
             return EnvironmentProblem(
                 f"`{python}` has {TITLE} {found.version}, which has no interface for KV cache connectors",
                 hint=f"install {TITLE} 1.1 or later; `kvbm serve --baseline` starts this version without the cache",
@@ -113,13 +105,6 @@ class TrtllmKind(EngineKind):
             f"not tested, because the server of {TITLE} does not report it: the tier that prompt tokens came from, the "
             "time in its queue, and log-probabilities"
         ]
-
-
-def _with_local_model(profile: Profile) -> Profile:
-    """Return the profile with the path of a local model, without `~`."""
-    model = profile.engine.model
-    engine = profile.engine.model_copy(update={"model": os.path.expanduser(model)})
-    return profile.model_copy(update={"engine": engine})
 
 
 def _addresses(plans: Sequence[LaunchPlan]) -> list[str]:

@@ -20,9 +20,10 @@ import yaml
 
 from kvbm.config.engine import TrtllmArguments, TrtllmEngine
 from kvbm.config.schema import Profile
+from kvbm.engines.installation import Installation
 from kvbm.engines.launch_plan import LaunchPlan, as_text, metrics_url, served_at
 from kvbm.engines.trtllm.options import CONNECTOR
-from kvbm.engines.trtllm.versions import INSTALL, TrtllmInstallation
+from kvbm.engines.trtllm.versions import INSTALL
 
 CONFIG_VARIABLE = "TLLM_KVBM_CONFIG"
 OPTIONS_FILE = "trtllm.yaml"
@@ -42,7 +43,7 @@ def plan(
     *,
     connector: bool,
     port: int,
-    installation: TrtllmInstallation | None = None,
+    installation: Installation | None = None,
     file: str = OPTIONS_FILE,
     defaults: Mapping[str, object] = NO_OPTIONS,
 ) -> LaunchPlan:
@@ -75,7 +76,7 @@ def disaggregated_server(
     port: int,
     prefill: Sequence[str],
     decode: Sequence[str],
-    installation: TrtllmInstallation | None = None,
+    installation: Installation | None = None,
 ) -> LaunchPlan:
     """Return how to start TensorRT-LLM's server in front of engines at these addresses (`host:port`)."""
     engine, host = profile.engine, profile.server.host
@@ -110,7 +111,7 @@ def as_yaml(content: Mapping[str, object]) -> str:
     return yaml.safe_dump(dict(content), sort_keys=False)
 
 
-def _program(engine: TrtllmEngine, installation: TrtllmInstallation | None) -> list[str]:
+def _program(engine: TrtllmEngine, installation: Installation | None) -> list[str]:
     """Return the command, or its module if the interpreter has no such command."""
     if installation is not None and installation.script is not None:
         return [installation.script]

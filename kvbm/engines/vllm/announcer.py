@@ -234,8 +234,7 @@ class Announcer:
         present = [sequence_hash for sequence_hash in hashes if sequence_hash in announced]
         known = [announced[sequence_hash] for sequence_hash in present]
         self._say_removed(tier, present)
-        for form, some, descriptions in self._forms.split(present, known):
-            self._events += _stored(tier, some, descriptions, form)
+        self._say_stored(tier, present, known)
 
 
 def _in_parts(act: Callable[[Sequence[bytes]], None], hashes: Sequence[bytes] | dict[bytes, bytes]) -> Work:

@@ -14,7 +14,7 @@ backend in these versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,18 +22,14 @@ from kvbm.config.engine import VllmArguments
 from kvbm.engines.installation import Release
 from kvbm.engines.vllm.state_settings import CPU_BLOCK_TOKENS, PREFIX
 from kvbm.sizing.families.facts import SizeUnknown
-from kvbm.sizing.findings import StateFinding, StateLevel
 from kvbm.sizing.wanted import Cpu
 
 REFERENCE_BLOCK_TOKENS = 16
 AMX_KERNEL_TOKENS = 32
-_AMX, STATE_FLAG = "amx_tile", "avx512_bf16"  # flags in /proc/cpuinfo
+_AMX, _BF16 = "amx_tile", "avx512_bf16"  # flags in /proc/cpuinfo
 _FIRST_WITH_AMX_MLA: Release = (0, 29)
 _FIRST_WITH_NARROW_GDN: Release = (0, 29)
-_FLOAT32, _FLOAT16 = ("float", "float32"), ("half", "float16")
-_BACKEND_KEY, _DTYPE_KEY, _BLOCK_KEY, _CACHE_KEY = (
-    f"{PREFIX}{name}" for name in ("attention_backend", "dtype", "block_size", "kv_cache_dtype")
-)
+BACKEND_KEY = f"{PREFIX}attention_backend"
 
 
 class LatentBackend(Enum):
@@ -44,7 +40,6 @@ class LatentBackend(Enum):
 
 
 PLAIN = Cpu()
-WIDENING = Cpu(frozenset({STATE_FLAG}))
 
 
 def has_amx_attention(cpu: Cpu) -> bool:
@@ -53,7 +48,7 @@ def has_amx_attention(cpu: Cpu) -> bool:
 
 def widens_states(cpu: Cpu) -> bool:
     """Whether vLLM keeps states in 32 bits, also if an argument or the model names a type of 16 bits."""
-    return (_AMX if _is_before(cpu, _FIRST_WITH_NARROW_GDN) else STATE_FLAG) in cpu.flags
+    return (_AMX if _is_before(cpu, _FIRST_WITH_NARROW_GDN) else _BF16) in cpu.flags
 
 
 def keeps_narrow_gdn(cpu: Cpu) -> bool:
@@ -66,24 +61,11 @@ def _is_before(cpu: Cpu, release: Release) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedCache:
-    """The type of a cache that differs from the type of the weights, and what names it."""
-
-    source: str
-    type: str
-    is_narrow: bool
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.type}"
-
-
-@dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Latent attention with these arguments on this CPU. `cache` is None if the cache has the type of the weights."""
+    """Latent attention with these arguments on this CPU."""
 
     arguments: VllmArguments
     cpu: Cpu
-    cache: NamedCache | None = None
 
     @property
     def backend(self) -> LatentBackend:
@@ -102,45 +84,13 @@ class LatentAttention:
         """The smallest block of the backend."""
         return AMX_KERNEL_TOKENS if self.backend is LatentBackend.AMX else REFERENCE_BLOCK_TOKENS
 
-    def findings(self) -> Iterator[StateFinding]:
-        """Yield a mistake if vLLM does not start, a warning for wrong answers, and the backend as a note."""
-        if self.cache is not None and (self.cache.is_narrow or self.backend is LatentBackend.AMX):
-            message = (
-                f"{self.cache}: on a CPU, vLLM fails at the first request of a model with latent attention, because "
-                f"the attention backend {self.backend.value} does not support this type"
-            )
-            other = f"`kv_cache_dtype: bfloat16` with `attention_backend: {LatentBackend.REFERENCE.value}`"
-            yield StateFinding(StateLevel.MISTAKE, _CACHE_KEY, message, f"use {other}")
-        if self.backend is LatentBackend.AMX:
-            yield from self._problems_of_amx()
-        yield StateFinding(StateLevel.NOTE, _BACKEND_KEY, self._note())
-
-    def _problems_of_amx(self) -> Iterator[StateFinding]:
-        name, dtype, tokens = LatentBackend.AMX.value, self.arguments.dtype or "auto", self.block_tokens
-        start = f"vLLM uses the attention backend {name} on this CPU, which has AMX;"
-        other = f"`attention_backend: {LatentBackend.REFERENCE.value}`"
-        if dtype in _FLOAT32:
-            message = (
-                f"`{_DTYPE_KEY}: {dtype}`: {start} it requires bfloat16, and vLLM fails while it loads the weights"
-            )
-            yield StateFinding(StateLevel.MISTAKE, _DTYPE_KEY, message, f"use `dtype: bfloat16`, or {other}")
-        elif dtype in _FLOAT16:
-            message = (
-                f"`{_DTYPE_KEY}: {dtype}`: {start} it requires bfloat16, and vLLM 0.32 gives wrong answers with "
-                f"{dtype}. Use `dtype: bfloat16`, or {other}"
-            )
-            yield StateFinding(StateLevel.WARNING, _DTYPE_KEY, message)
-        if tokens % AMX_KERNEL_TOKENS:
-            message = f"`{_BLOCK_KEY}: {tokens}`: {start} it requires a multiple of {AMX_KERNEL_TOKENS}"
-            hint = f"use `block_size: {-(-tokens // AMX_KERNEL_TOKENS) * AMX_KERNEL_TOKENS}`, or {other}"
-            yield StateFinding(StateLevel.MISTAKE, _BLOCK_KEY, message, hint)
-
-    def _note(self) -> str:
+    def note(self) -> str:
+        """Return which backend vLLM uses, why, and what the other one would do."""
         given = self.arguments.block_size
         if self.backend is LatentBackend.AMX:
             return (
                 f"this CPU has AMX, so vLLM uses the attention backend {LatentBackend.AMX.value}, with blocks of "
-                f"{self.block_tokens} tokens; without AMX, or with `{_BACKEND_KEY}: {LatentBackend.REFERENCE.value}`, "
+                f"{self.block_tokens} tokens; without AMX, or with `{BACKEND_KEY}: {LatentBackend.REFERENCE.value}`, "
                 f"a block of this model has {REFERENCE_BLOCK_TOKENS}"
             )
         ignored = "" if given in (None, REFERENCE_BLOCK_TOKENS) else f" and ignores `block_size: {given}`"
@@ -157,6 +107,6 @@ class LatentAttention:
         if not isinstance(config, Mapping) or config.get("backend_per_kind"):
             raise SizeUnknown(
                 "with this `attention_config`, only vLLM knows the attention backend",
-                hint=f"set `{_BACKEND_KEY}` instead",
+                hint=f"set `{BACKEND_KEY}` instead",
             )
         return str(extra.get("attention_backend") or config.get("backend") or "")

@@ -35,7 +35,6 @@ FORM = 0x40  # increase it by 4 when the form changes
 HAS_PARENT, HAS_BYTES_AS_NAMES = 1, 2
 TOKEN_BYTES = 4
 INTEGER_BYTES = 8  # of a hash are its name, if vLLM publishes integers
-WORTHWHILE_ROWS = 8  # from so many blocks on, numpy is faster than a loop
 
 
 Name = int | bytes
@@ -97,34 +96,19 @@ class Descriptions:
         the block before, None if there is none."""
         size, end = self.block_tokens, begin + len(hashes)
         tokens = array("I", request.all_token_ids[begin * size : end * size])
-        describe = self._many if len(hashes) >= WORTHWHILE_ROWS else self._few
-        found = describe(tokens, hashes, parent)
+        found = self._plain(tokens.tobytes(), hashes, parent)
         if not _has_extras(request):
             return found
         extras = _extras_of(request, range(begin * size, end * size, size), size)
         return [one + extra for one, extra in zip(found, extras, strict=True)]
 
-    def _few(self, tokens: array[int], hashes: Sequence[bytes], parent: bytes | None) -> list[bytes]:
-        found, start, size = [], self._hash_bytes - self._name_bytes, self.block_tokens
-        for index, sequence_hash in enumerate(hashes):
-            name = bytes(self._name_bytes) if parent is None else parent[start : self._hash_bytes]
-            form = self._form | (0 if parent is None else HAS_PARENT)
-            found.append(bytes((form,)) + name + tokens[index * size : (index + 1) * size].tobytes())
-            parent = sequence_hash
-        return found
-
-    def _many(self, tokens: array[int], hashes: Sequence[bytes], parent: bytes | None) -> list[bytes]:
-        rows = np.empty((len(hashes), self._width), np.uint8)
-        rows[:, 0] = self._form | HAS_PARENT
-        rows[1:, 1 : self._tokens_at] = self._table(hashes[:-1])
-        rows[:, self._tokens_at :] = np.frombuffer(tokens, np.uint8).reshape(len(hashes), -1)
-        if parent is None:
-            rows[0, : self._tokens_at] = 0
-            rows[0, 0] = self._form
-        else:
-            rows[0, 1 : self._tokens_at] = self._table([parent])
-        found: list[bytes] = rows.view(f"V{self._width}")[:, 0].tolist()
-        return found
+    def _plain(self, tokens: bytes, hashes: Sequence[bytes], parent: bytes | None) -> list[bytes]:
+        """Return the descriptions without extras. `tokens`: those of all blocks, as they are stored."""
+        name, step = slice(self._hash_bytes - self._name_bytes, self._hash_bytes), TOKEN_BYTES * self.block_tokens
+        child = bytes((self._form | HAS_PARENT,))
+        head = bytes((self._form,)) + bytes(self._name_bytes) if parent is None else child + parent[name]
+        heads = [head, *(child + one[name] for one in hashes[:-1])]
+        return [one + tokens[index * step : (index + 1) * step] for index, one in enumerate(heads)]
 
     def extents(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[DescribedExtent]:
         """Split blocks into extents: each block is the parent of the next one. `found` are their descriptions."""

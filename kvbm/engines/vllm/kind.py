@@ -15,13 +15,10 @@ from kvbm.engines.engine_kind import (
     ServerTraits,
     SizedBy,
     Unusable,
-    if_it_works,
-    python_of,
     with_arguments,
 )
 from kvbm.engines.installation import shown
 from kvbm.engines.make_model import MODELS
-from kvbm.engines.python_probe import find
 from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.engines.vllm import sizing, versions
 from kvbm.engines.vllm.findings import latent_findings, state_findings
@@ -32,13 +29,14 @@ from kvbm.engines.vllm.versions import (
     INSTALL_FOR_CPU,
     PACKAGE,
     RUN,
-    VllmInstallation,
+    hashes_lookahead,
+    is_cpu,
+    lacks,
 )
 from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.families.facts import SizeUnknown
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
     from kvbm.engines.disaggregated import Fleet
     from kvbm.engines.launch_plan import LaunchPlan
@@ -65,6 +63,8 @@ _CONNECTOR_HINTS = {
 
 
 class VllmKind(EngineKind):
+    package = PACKAGE
+    refused = staticmethod(refused_flags)
     presets = MODELS
     suggested_preset = "vllm-81m"
     sized_by = SizedBy(
@@ -93,15 +93,15 @@ class VllmKind(EngineKind):
             with_local_model(profile),
             connector=connector,
             port=port,
-            installation=if_it_works(self.installed, profile),
+            installation=self.found(profile),
             environment=dict(os.environ),
         )
 
     def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
         from kvbm.engines.vllm import disaggregated
 
-        installation = if_it_works(self.installed, profile)
-        on_cpu = installation is not None and installation.is_cpu
+        installation = self.found(profile)
+        on_cpu = installation is not None and is_cpu(installation)
         return disaggregated.fleet(profile, self.launch_plan, ports, environment, on_cpu=on_cpu)
 
     def problem_of_fleet(self, profile: Profile) -> EnvironmentProblem | None:
@@ -120,19 +120,15 @@ class VllmKind(EngineKind):
             hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
         )
 
-    def refused(self, document: Document) -> Iterator[Mistake]:
-        return refused_flags(document)
-
-    def installed(self, profile: Profile) -> VllmInstallation | None:
-        return find(python_of(profile), PACKAGE, VllmInstallation)
-
     def install(self, profile: Profile) -> str:
         return INSTALL_FOR_CPU if self.runs_on_cpu(profile) else INSTALL
 
     def unknown_arguments(self, profile: Profile) -> Iterator[Unusable]:
-        if (found := if_it_works(self.installed, profile)) is None:
+        if (found := self.found(profile)) is None:
             return
-        for name in filter(found.lacks, profile.engine.arguments.model_dump(exclude_none=True)):
+        for name in profile.engine.arguments.model_dump(exclude_none=True):
+            if not lacks(found, name):
+                continue
             alike = [flag for flag in found.flags if flag.startswith("disable_") == name.startswith("disable_")]
             near = difflib.get_close_matches(name, alike, n=1, cutoff=NEAR)
             hint = f"did you mean `{near[0]}`?" if near else "remove it, or start vLLM with it: `kvbm serve --force`"
@@ -154,16 +150,16 @@ class VllmKind(EngineKind):
 
     def knows_block_tokens(self, profile: Profile) -> bool:
         """Return whether the block size is certain. It is a guess if vLLM is not installed."""
-        return _arguments(profile).block_size is not None or if_it_works(self.installed, profile) is not None
+        return _arguments(profile).block_size is not None or self.found(profile) is not None
 
     def has_prefix_caching(self, profile: Profile) -> bool:
         return _arguments(profile).enable_prefix_caching is not False
 
     def runs_on_cpu(self, profile: Profile) -> bool:
         """Whether it is a CPU build; if vLLM is missing, whether the variables indicate it."""
-        installation = if_it_works(self.installed, profile)
+        installation = self.found(profile)
         if installation is not None:
-            return installation.is_cpu
+            return is_cpu(installation)
         return "VLLM_CPU_KVCACHE_SPACE" in {**os.environ, **profile.engine.environment}
 
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
@@ -195,10 +191,10 @@ class VllmKind(EngineKind):
     def caveats(self, profile: Profile) -> list[str]:
         found = ["vLLM computes on a CPU: the speed-up on a GPU is different"] if self.runs_on_cpu(profile) else []
         installation, speculates = (
-            if_it_works(self.installed, profile),
+            self.found(profile),
             "speculative_config" in (_arguments(profile).model_extra or {}),
         )
-        if speculates and installation is not None and installation.hashes_lookahead:
+        if speculates and installation is not None and hashes_lookahead(installation):
             found.append(LOOKAHEAD)
         return found
 

@@ -20,9 +20,10 @@ from math import ceil
 
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S, VllmArguments, VllmEngine
 from kvbm.config.schema import Profile
-from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan, as_text, metrics_url, served_at
+from kvbm.engines.installation import Installation
+from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan, as_text, flag_of, flag_words, metrics_url, served_at
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, OFFLOADING_CONNECTOR, TIER, TIER_MODULE
-from kvbm.engines.vllm.versions import INSTALL, VllmInstallation
+from kvbm.engines.vllm.versions import INSTALL, has_stable_hashes, is_cpu
 
 SHUTDOWN_TIMEOUT_S = 10
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -39,7 +40,7 @@ def plan(
     *,
     connector: bool,
     port: int,
-    installation: VllmInstallation | None = None,
+    installation: Installation | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LaunchPlan:
     """Return how to start the engine of `profile` on `port`; without `connector`, without the block manager.
@@ -103,18 +104,18 @@ def other_connector(arguments: VllmArguments) -> Mapping[str, object] | None:
     return given if any(given.get(name, value) != value for name, value in ours.items()) else None
 
 
-def _program(engine: VllmEngine, installation: VllmInstallation | None) -> list[str]:
+def _program(engine: VllmEngine, installation: Installation | None) -> list[str]:
     """Return `vllm serve MODEL`, or its module if the installation has no such command."""
     if installation is not None and installation.script is not None:
         return [installation.script, "serve", engine.model]
     return [engine.python or sys.executable, "-m", SERVER_MODULE, "--model", engine.model]
 
 
-def _default_variables(arguments: VllmArguments, installation: VllmInstallation | None) -> dict[str, str]:
+def _default_variables(arguments: VllmArguments, installation: Installation | None) -> dict[str, str]:
     variables = {}
-    if installation is None or not installation.has_stable_hashes:
+    if installation is None or not has_stable_hashes(installation):
         variables["PYTHONHASHSEED"] = "0"
-    if installation is not None and installation.is_cpu:
+    if installation is not None and is_cpu(installation):
         ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
         variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(ranks)
     return variables
@@ -141,18 +142,11 @@ def _flags(arguments: VllmArguments, drain_s: float) -> list[str]:
 
 
 def _flag(name: str, value: object) -> Iterator[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        yield flag
-    elif value is False:
+    if value is False:
         if name not in ONLY_ON:
-            yield f"--no-{flag.removeprefix('--')}"
+            yield flag_of(f"no_{name}")
     elif isinstance(value, list) and name in REPEATED:
         for one in value:
-            yield from _flag(name, one)
-    elif isinstance(value, list) and name not in JSON_LISTS:
-        yield from (flag, *map(as_text, value))
-    elif (text := as_text(value)).startswith("-"):
-        yield f"{flag}={text}"  # as a separate word it would be parsed as a flag
+            yield from flag_words(name, one)
     else:
-        yield from (flag, text)
+        yield from flag_words(name, as_text(value) if name in JSON_LISTS else value)

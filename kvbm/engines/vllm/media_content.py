@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import queue
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 FORM = b"kvbm media 1"  # increase the number when the same content gets another digest
@@ -168,41 +167,40 @@ class Content:
 
 
 Key = tuple[int, str]
-Task = tuple[Any, str, int, Content]  # data, modality, bytes, where the digest goes
 
 
 class MediaDigests:
     """Digests the data of media once per object. vLLM's processor cache gives equal media the same object."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvbm-media")  # start with the first medium
         self._known: dict[Key, tuple[weakref.ref[Any], Stamp, Content]] = {}
-        self._submitted_bytes = 0
-        self._digested_bytes = [0] * THREADS  # each thread writes its own entry
+        self._waiting: list[tuple[int, Content]] = []  # with their bytes
 
     def of(self, data: Any, modality: str) -> Content:
-        """Return the content of `data`, whose digest comes later. Without threads or data it has none."""
-        if data is None or not self._has_threads():
+        """Return the content of `data`, whose digest comes later. Without data, or if too much waits, it has none."""
+        if data is None:
             return Content(is_known=True)
         key, stamp = (id(data), modality), stamp_of(data)
         known = self._known.get(key)
         if known is not None and known[0]() is data and stamp is not None and known[1] == stamp:
             return known[2]
-        size = size_of(data)
-        if self._submitted_bytes - sum(self._digested_bytes) > MAX_WAITING_BYTES:
+        self._waiting = [one for one in self._waiting if not one[1].is_known]
+        if sum(size for size, _ in self._waiting) > MAX_WAITING_BYTES:
             return Content(is_known=True)
         content = Content()
-        self._submitted_bytes += size
-        self._tasks.put((data, modality, size, content))
+        try:
+            self._threads.submit(_digest, content, data, modality)
+        except (RuntimeError, MemoryError) as error:  # the data waits; the next medium tries again
+            log.warning("kvbm: cannot start a thread that digests media: %s", error)
+        self._waiting.append((size_of(data), content))
         if stamp is not None:
             self._remember(key, data, stamp, content)
         return content
 
     def close(self) -> None:
         """Let the threads end after their present task."""
-        for _ in self._threads:
-            self._tasks.put(None)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _remember(self, key: Key, data: Any, stamp: Stamp, content: Content) -> None:
         known = self._known
@@ -216,28 +214,12 @@ class MediaDigests:
         except TypeError:  # a type without weak references
             known.pop(key, None)
 
-    def _has_threads(self) -> bool:
-        """Start the threads with the first medium. Return whether at least one runs."""
-        if not self._threads:
-            for index in range(THREADS):
-                thread = threading.Thread(target=self._run, args=(index,), name=f"kvbm-media-{index}", daemon=True)
-                try:
-                    thread.start()
-                except (RuntimeError, MemoryError) as error:
-                    log.warning("kvbm: cannot start a thread that digests media: %s", error)
-                    break
-                self._threads.append(thread)
-        return bool(self._threads)
 
-    def _run(self, index: int) -> None:
-        while (task := self._tasks.get()) is not None:
-            data, modality, size, content = task
-            try:
-                content.digest = digest_of(data, modality)
-            except UnreadableContent as error:
-                log.debug("kvbm: no digest of a medium (%s): %s", modality, error)
-            except Exception:  # data has any form that a model's processor gives it
-                log.exception("kvbm: a medium (%s) cannot be digested", modality)
-            content.is_known = True
-            self._digested_bytes[index] += size
-            del task, data
+def _digest(content: Content, data: Any, modality: str) -> None:
+    try:
+        content.digest = digest_of(data, modality)
+    except UnreadableContent as error:
+        log.debug("kvbm: no digest of a medium (%s): %s", modality, error)
+    except Exception:  # data has any form that a model's processor gives it
+        log.exception("kvbm: a medium (%s) cannot be digested", modality)
+    content.is_known = True

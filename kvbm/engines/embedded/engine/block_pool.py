@@ -91,17 +91,12 @@ class BlockPool:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the prefix index, because their bytes are wrong. References stay."""
-        for block_id in block_ids:
-            self._unregister(block_id)
-            if block_id in self._evictable:
-                del self._evictable[block_id]
-                self._free.append(block_id)
-
     def reset(self) -> None:
         """Clear the prefix index. Blocks in use stay in use."""
-        self.forget(list(self._block_of.values()))
+        self._free += self._evictable
+        self._evictable.clear()
+        self._block_of.clear()
+        self._hash_of = [None] * self.block_count
 
     def check(self) -> None:
         """Raise InvariantError unless every block is in exactly one state and the index is a bijection."""
@@ -120,11 +115,8 @@ class BlockPool:
 
     def _evict_oldest(self) -> int:
         block_id, _ = self._evictable.popitem(last=False)
-        self._unregister(block_id)
-        return block_id
-
-    def _unregister(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]
-        if block_hash is not None:
-            del self._block_of[block_hash]
-            self._hash_of[block_id] = None
+        assert block_hash is not None, f"evictable block {block_id} has no hash"
+        del self._block_of[block_hash]
+        self._hash_of[block_id] = None
+        return block_id

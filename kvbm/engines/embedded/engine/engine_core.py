@@ -11,11 +11,17 @@ import pickle
 
 from kvbm.engines.embedded.engine import sampling
 from kvbm.engines.embedded.engine.attention import Batch, PackedSequence
-from kvbm.engines.embedded.engine.connector import Connector, ConnectorOutput, SchedulerConnector, WorkerConnector
+from kvbm.engines.embedded.engine.connector import (
+    Connector,
+    ConnectorOutput,
+    SchedulerConnector,
+    Step,
+    WorkerConnector,
+)
 from kvbm.engines.embedded.engine.kv_pool import KVPool
 from kvbm.engines.embedded.engine.model import LoadedModel
 from kvbm.engines.embedded.engine.request import FinishReason, Request, TokenLogprobs
-from kvbm.engines.embedded.engine.scheduler import Scheduler, Step
+from kvbm.engines.embedded.engine.scheduler import Scheduler
 
 Sampled = list[tuple[int, TokenLogprobs | None]]
 
@@ -88,7 +94,7 @@ class EngineCore:
     def _run_with_connector(
         self, scheduler_connector: SchedulerConnector, worker_connector: WorkerConnector, step: Step
     ) -> tuple[Sampled, ConnectorOutput]:
-        meta = pickle.loads(pickle.dumps(scheduler_connector.build_connector_meta(step.output())))
+        meta = pickle.loads(pickle.dumps(scheduler_connector.build_connector_meta(step)))
         worker_connector.start_load_kv(meta)
         sampled = self._runner.run(step)
         worker_connector.wait_for_save(meta)

@@ -141,14 +141,6 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         return len(self.all_token_ids) - self.num_computed_tokens
 
-    @property
-    def cache_salt(self) -> str | None:
-        return self.params.cache_salt
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, object] | None:
-        return self.params.kv_transfer_params
-
     def append(self, token_id: int) -> None:
         """Append a sampled token. The next forward pass computes its KV."""
         self.output_token_ids.append(token_id)

@@ -2,17 +2,15 @@
 
 States of a request, and the blocks it holds:
 
-    waiting ──────────────▶ running ──▶ finished        waiting: no blocks
-      │  ▲                   ▲   │                      loading: blocks; the connector loads into them
-      │  └── preempted ◀─────┼───┤                      loaded:  blocks, KV up to num_computed_tokens
-      ▼                      │   ▼                      running: blocks, in the batch
-    loading ──▶ loaded ──────┘
+    waiting ─────────▶ running ──▶ finished        waiting: no blocks
+      │  ▲              ▲   │                      loading: blocks; the connector loads into them
+      │  └── preempted ◀┼───┘                      running: blocks, KV up to num_computed_tokens
+      └───▶ loading ────┘
 
 Requests run in order of arrival; if blocks run out, the newest request is preempted. Running requests are scheduled
-first: those that decode, then those that prefill, so that a long prompt does not delay the next token of others. Loaded
-requests come before waiting ones, because they hold blocks. A request is admitted if the free blocks suffice for all of
-its tokens, for the missing tokens of admitted requests, and for one more block of each. Therefore the oldest request
-always finishes.
+first: those that decode, then those that prefill, so that a long prompt does not delay the next token of others. A
+request is admitted if the free blocks suffice for all of its tokens, for the missing tokens of admitted requests, and
+for one more block of each. Therefore the oldest request always finishes.
 
 The engine thread owns it. It copies no bytes, and its only time source is `time.monotonic`.
 """
@@ -22,11 +20,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from kvbm.engines.embedded.engine.block_pool import BlockPool
-from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector, SchedulerOutput
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector, Step
 from kvbm.engines.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
 
 
@@ -53,32 +51,6 @@ class EngineCounters:
     external_cache_hits: int = 0
 
 
-@dataclass(slots=True)
-class Step:
-    """One step: the scheduled requests in batch order, and the preempted ones."""
-
-    budget: int
-    scheduled: dict[Request, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)
-
-    def add(self, request: Request, token_count: int) -> None:
-        self.scheduled[request] = token_count
-        self.budget -= token_count
-
-    def remove(self, request: Request) -> None:
-        self.budget += self.scheduled.pop(request, 0)
-
-    @property
-    def sampled(self) -> list[Request]:
-        """The requests whose last token is in this step, in batch order: each gets a next token."""
-        return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
-
-    def output(self) -> SchedulerOutput:
-        """Return the step in the form for the connector."""
-        scheduled = [(request.request_id, count) for request, count in self.scheduled.items()]
-        return SchedulerOutput(scheduled, preempted_ids=[request.request_id for request in self.preempted])
-
-
 class Scheduler:
     """Schedules requests. Per step: `schedule`, the forward pass, `update`."""
 
@@ -89,7 +61,6 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
-        self._loaded: list[Request] = []
         self._running: list[Request] = []
         self._arrivals = 0
         self.counters = EngineCounters()
@@ -143,8 +114,6 @@ class Scheduler:
         step = Step(self._limits.max_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:
-            self._schedule_loaded(step)
-        if not step.preempted:
             self._admit_waiting(step)
         return step
 
@@ -156,12 +125,17 @@ class Scheduler:
                 continue
             count = min(request.num_uncomputed_tokens, step.budget)
             if count and self._grow(request, count, step):
-                step.add(request, count)
+                self._compute(request, count, step)
+
+    def _compute(self, request: Request, token_count: int, step: Step) -> None:
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+        step.add(request, token_count)
 
     def _grow(self, request: Request, token_count: int, step: Step) -> bool:
         """Allocate blocks for the next tokens of a running request. Preempts the newest request, possibly this one."""
         while not self._extend_table(request, request.num_computed_tokens + token_count):
-            victim = max(chain(self._running, self._loaded), key=lambda other: other.arrival_index)
+            victim = max(self._running, key=lambda other: other.arrival_index)
             self._preempt(victim, step)
             if victim is request:
                 return False
@@ -187,77 +161,52 @@ class Scheduler:
         place = sum(1 for other in self._waiting if other.arrival_index < request.arrival_index)
         self._waiting.insert(place, request)
 
-    def _schedule_loaded(self, step: Step) -> None:
-        for request in sorted(self._loaded, key=lambda loaded: loaded.arrival_index):
-            count = min(request.num_uncomputed_tokens, step.budget)
-            if count == 0 or request.status is RequestStatus.PREEMPTED:
-                return
-            if not self._grow_loaded(request, count, step):
-                return
-            self._loaded.remove(request)
-            self._run(request, count, step, num_external_tokens=0)
-
-    def _grow_loaded(self, request: Request, token_count: int, step: Step) -> bool:
-        """Allocate blocks for a loaded request. Preempts the newest loaded one, only if no request is running."""
-        while not self._extend_table(request, request.num_computed_tokens + token_count):
-            newest = max(self._loaded, key=lambda other: other.arrival_index)
-            if self._running or newest is request:
-                return False
-            self._preempt(newest, step)
-        return True
-
     def _admit_waiting(self, step: Step) -> None:
         """Admit requests in order of arrival. One that lacks free blocks delays those behind it; a lookup does not."""
         unclaimed = self._pool.available_count - sum(map(self._claimed_blocks, self._holders()))
         for request in list(self._waiting):
-            if self._holder_count() >= self._limits.max_requests or (step.budget == 0 and self._connector is None):
+            is_full = len(self._running) + len(self._loading) >= self._limits.max_requests
+            if is_full or (step.budget == 0 and self._connector is None):
                 return
             local_ids = self._local_hit(request)
-            external, is_async = self._external_hit(request, local_ids)
+            external = self._external_hit(request, local_ids)
             if external is None:
                 continue
-            if step.budget == 0 and not is_async:
+            if step.budget == 0 and not external:
                 return
             needed = self._blocks_for(request.num_tokens) - len(local_ids) + self._pool.unreferenced_count(local_ids)
             if needed > unclaimed:
                 return
             unclaimed -= needed + 1
             self._waiting.remove(request)
-            self._admit(request, local_ids, external, is_async=is_async, step=step)
+            self._admit(request, local_ids, external, step)
 
-    def _admit(self, request: Request, local_ids: list[int], external: int, *, is_async: bool, step: Step) -> None:
+    def _admit(self, request: Request, local_ids: list[int], external: int, step: Step) -> None:
         """Admit a request. Nothing may fail from here on: there are enough blocks for all of its tokens."""
         local = len(local_ids) * self._limits.block_size
         self._pool.hold(local_ids)
         request.block_ids = list(local_ids)
         request.registered_blocks = len(local_ids)
         self._count_admission(request, local, external)
-        if is_async:
-            self._must_extend(request, local + external)
-            request.num_computed_tokens = local
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self._loading[request.request_id] = request
-            self._notify_allocation(request, external)
-            request.num_computed_tokens = local + external
-            return
         request.num_computed_tokens = local + external
+        if external:
+            self._begin_load(request, external)
+            return
         count = min(request.num_uncomputed_tokens, step.budget)
-        self._must_extend(request, request.num_computed_tokens + count)
-        self._run(request, count, step, num_external_tokens=external)
+        self._must_extend(request, local + count)
+        self._run(request)
+        self._compute(request, count, step)
 
-    def _run(self, request: Request, count: int, step: Step, *, num_external_tokens: int) -> None:
+    def _begin_load(self, request: Request, external: int) -> None:
+        assert self._connector is not None, "only a connector loads"
+        self._must_extend(request, request.num_computed_tokens)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._loading[request.request_id] = request
+        self._connector.update_state_after_alloc(request, list(request.block_ids), external)
+
+    def _run(self, request: Request) -> None:
         self._running.append(request)
         request.status = RequestStatus.RUNNING
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = time.monotonic()
-        step.add(request, count)
-        self._notify_allocation(request, num_external_tokens)
-
-    def _notify_allocation(self, request: Request, num_external_tokens: int) -> None:
-        if self._connector is not None:
-            self._connector.update_state_after_alloc(request, list(request.block_ids), num_external_tokens)
-            if num_external_tokens:
-                request.num_disk_tokens, request.num_shared_tokens = self._connector.lower_tier_tokens(request)
 
     def _local_hit(self, request: Request) -> list[int]:
         """Return the cached G1 blocks of this request, except the one with its last token, which must be computed."""
@@ -265,21 +214,11 @@ class Scheduler:
             return []
         return self._pool.match(request.block_hashes[: (request.num_tokens - 1) // self._limits.block_size])
 
-    def _external_hit(self, request: Request, local_ids: list[int]) -> tuple[int | None, bool]:
-        """Return (tokens, whether the load is asynchronous) that the connector can load beyond the local hit.
-
-        An asynchronous load may cover the whole request, whose last token is then computed again. A synchronous load
-        excludes the block of the last token.
-        """
+    def _external_hit(self, request: Request, local_ids: list[int]) -> int | None:
+        """Return how many tokens beyond the local hit the connector can load; None if that is not known yet."""
         if self._connector is None:
-            return 0, False
-        local = len(local_ids) * self._limits.block_size
-        external, is_async = self._connector.get_num_new_matched_tokens(request, local)
-        if not external:
-            return external, False
-        last_block = (request.num_tokens - 1) // self._limits.block_size * self._limits.block_size
-        room = request.num_tokens if is_async or local + external < request.num_tokens else last_block
-        return min(external, room - local), is_async
+            return 0
+        return self._connector.get_num_new_matched_tokens(request, len(local_ids) * self._limits.block_size)
 
     def _count_admission(self, request: Request, local: int, external: int) -> None:
         if request.was_admitted:
@@ -299,20 +238,16 @@ class Scheduler:
         stop_token_ids: frozenset[int],
         connector_output: ConnectorOutput,
     ) -> list[tuple[Request, RequestOutput]]:
-        """Process the step's results: `sampled[i]` is the token of `step.sampled[i]`. Returns outputs for clients.
-
-        Failed loads are processed first, so that nothing computed from wrong bytes is kept.
-        """
+        """Process the step's results: `sampled[i]` is the token of `step.sampled[i]`. Returns outputs for clients."""
         tokens = dict(zip(step.sampled, sampled, strict=True))
-        affected = self._drop_failed_blocks(connector_output.failed_block_ids, step)
         outputs = []
         for request, count in step.scheduled.items():
-            if request in affected:
-                continue
             request.num_computed_tokens += count
             self._register_computed(request)
             if request in tokens:
                 outputs.append((request, self._take_token(request, *tokens[request], stop_token_ids)))
+        for request in self._loading.values():
+            request.failed_block_ids |= connector_output.failed_block_ids.intersection(request.block_ids)
         for request_id in sorted(connector_output.finished_recving & self._loading.keys()):
             self._end_load(self._loading.pop(request_id))
         return outputs
@@ -340,57 +275,29 @@ class Scheduler:
         request.registered_blocks = max(request.registered_blocks, full)
 
     def _end_load(self, request: Request) -> None:
-        """End an asynchronous load: keep the blocks before the first failed one, and compute the rest in other blocks.
+        """End a load: keep the blocks before the first failed one, and compute the rest in other blocks.
 
         The connector may hold the failed ones, because a copy that it has given up can still write to them.
         """
-        self._keep_computed(request, request.num_tokens - 1)
-        failed = request.failed_block_ids
-        first_bad = next((i for i, block_id in enumerate(request.block_ids) if block_id in failed), None)
-        if first_bad is not None:
-            self._cut(request, first_bad)
-            self._release(request.block_ids[first_bad:])
-            del request.block_ids[first_bad:]
-            failed.clear()
-        if request.num_computed_tokens == 0:
+        are_failed = [block_id in request.failed_block_ids for block_id in request.block_ids]
+        kept = are_failed.index(True) if any(are_failed) else len(are_failed)
+        self._release(request.block_ids[kept:])
+        del request.block_ids[kept:]
+        request.failed_block_ids.clear()
+        request.registered_blocks = min(request.registered_blocks, kept)
+        computed = min(request.num_computed_tokens, kept * self._limits.block_size, request.num_tokens - 1)
+        request.num_computed_tokens = computed
+        if request.first_token_time is None:
+            loaded = max(0, computed - request.num_cached_tokens)
+            request.num_external_tokens = min(request.num_external_tokens, loaded)
+        if computed == 0:
             self._release(request.block_ids)
             self._return_to_waiting(request)
             return
-        request.status = RequestStatus.WAITING
         self._register_computed(request)
         if self._connector is not None:
             request.num_disk_tokens, request.num_shared_tokens = self._connector.lower_tier_tokens(request)
-        self._loaded.append(request)
-
-    def _drop_failed_blocks(self, failed: set[int], step: Step) -> set[Request]:
-        """Discard the contents of failed blocks. Returns the requests of this step that read one of them."""
-        if not failed:
-            return set()
-        self._pool.forget(failed)
-        for request in self._loading.values():
-            request.failed_block_ids |= failed.intersection(request.block_ids)
-        affected = set()
-        for request in chain(self._running, self._loaded):
-            read = self._blocks_for(request.num_computed_tokens)
-            first_bad = next((i for i, block_id in enumerate(request.block_ids[:read]) if block_id in failed), None)
-            if first_bad is not None:
-                self._pool.forget(request.block_ids[first_bad:])
-                self._cut(request, first_bad)
-                if request in step.scheduled:
-                    affected.add(request)
-        return affected
-
-    def _cut(self, request: Request, first_bad_block: int) -> None:
-        """Compute again from this block on. The block table stays."""
-        self._keep_computed(request, first_bad_block * self._limits.block_size)
-        request.registered_blocks = min(request.registered_blocks, first_bad_block)
-
-    def _keep_computed(self, request: Request, token_count: int) -> None:
-        """Limit the computed tokens to `token_count`, and the external tokens with them."""
-        request.num_computed_tokens = min(request.num_computed_tokens, token_count)
-        if request.first_token_time is None:
-            loaded_tokens = max(0, request.num_computed_tokens - request.num_cached_tokens)
-            request.num_external_tokens = min(request.num_external_tokens, loaded_tokens)
+        self._run(request)
 
     def _blocks_for(self, token_count: int) -> int:
         return -(-token_count // self._limits.block_size)
@@ -417,14 +324,11 @@ class Scheduler:
         self._pool.release(reversed(block_ids))
 
     def _holders(self) -> Iterator[Request]:
-        return chain(self._running, self._loaded, self._loading.values())
-
-    def _holder_count(self) -> int:
-        return len(self._running) + len(self._loaded) + len(self._loading)
+        return chain(self._running, self._loading.values())
 
     def _leave_queue(self, request: Request) -> None:
         self._loading.pop(request.request_id, None)
-        for queue in (self._running, self._loaded, self._waiting):
+        for queue in (self._running, self._waiting):
             if request in queue:
                 queue.remove(request)
 

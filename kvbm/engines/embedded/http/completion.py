@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.engines.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
 from kvbm.engines.embedded.http.metrics import EngineMetrics
-from kvbm.engines.embedded.http.openai_requests import Generation
+from kvbm.engines.embedded.http.openai_requests import AnswerBody
 from kvbm.engines.embedded.http.openai_responses import AnswerPart, Usage
 from kvbm.engines.embedded.http.text_codec import TextCodec
 from kvbm.engines.embedded.http.text_stream import TextStream
@@ -56,7 +56,7 @@ class Completion:
         served: Served,
         request_id: str,
         prompt_token_ids: list[int],
-        generation: Generation,
+        body: AnswerBody,
         *,
         news: asyncio.Event,
         index: int = 0,
@@ -68,8 +68,8 @@ class Completion:
         self._engine = served.engine
         self._metrics = served.metrics
         self._loop = asyncio.get_running_loop()
-        decode = partial(served.codec.decode, skip_special_tokens=generation.skip_special_tokens)
-        self._text = TextStream(decode, stop=generation.sampling.stop, min_tokens=generation.sampling.min_tokens)
+        decode = partial(served.codec.decode, skip_special_tokens=body.skip_special_tokens)
+        self._text = TextStream(decode, stop=tuple(body.stop), min_tokens=body.min_tokens)
         self._token_count = 0
         self._outputs: list[RequestOutput] = []
         self._last: RequestOutput | None = None
@@ -127,9 +127,9 @@ class Completion:
     def _measure_tokens(self) -> None:
         now = time.monotonic()
         if self._latest_token is None:
-            self._metrics.first_token(now - self._created)
+            self._metrics.first_token.observe(now - self._created)
         else:
-            self._metrics.next_token(now - self._latest_token)
+            self._metrics.next_token.observe(now - self._latest_token)
         self._latest_token = now
 
     def _part(self, output: RequestOutput) -> AnswerPart:

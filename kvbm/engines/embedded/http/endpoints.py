@@ -16,17 +16,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
-from kvbm.engines.embedded.engine.request import SamplingParams
 from kvbm.engines.embedded.http.choices import Choices
 from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.engines.embedded.http.connections import body_of
 from kvbm.engines.embedded.http.openai_requests import (
-    CompletionRequest,
-    Generation,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
+    AnswerBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
 )
 from kvbm.engines.embedded.http.openai_responses import (
     AnswerFormat,
@@ -39,7 +37,7 @@ from kvbm.engines.embedded.http.openai_responses import (
     model_body,
 )
 from kvbm.engines.embedded.http.prompt import check_model, check_token_ids, encode, prepare
-from kvbm.engines.embedded.http.request_fields import RequestError, wrong
+from kvbm.engines.embedded.http.request_fields import RequestError, read_body, wrong
 from kvbm.engines.embedded.http.response_writer import stream_response, whole_body
 from kvbm.engines.embedded.http.service import Service
 from kvbm.engines.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
@@ -82,6 +80,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _json(body, status=error.status)
     except CompletionFailed as error:
         return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
+    except EngineError as error:  # it is not running
+        return _json(error_body(error.message, status=503, code="engine_failed"), status=503)
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -104,40 +104,39 @@ class _Endpoints:
         self._number = itertools.count()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, parse_completion, CompletionFormat, "cmpl")
+        return await self._complete(request, CompletionBody, CompletionFormat, "cmpl")
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, parse_chat, ChatFormat, "chatcmpl")
+        return await self._complete(request, ChatBody, ChatFormat, "chatcmpl")
 
     async def _complete(
         self,
         request: web.Request,
-        parse: Callable[[bytes], CompletionRequest],
+        form: type[CompletionBody] | type[ChatBody],
         create_format: Callable[[Head], AnswerFormat],
         prefix: str,
     ) -> web.StreamResponse:
         served = self._service.ready()
         client_id = _request_id(request)
-        parsed = parse(await body_of(request))
-        generation = parsed.generation
-        prepared = await prepare(served, parsed)
+        body: AnswerBody = read_body(form, await body_of(request))
+        prepared = await prepare(served, body)
         answer_id = f"{prefix}-{client_id}"
         news = asyncio.Event()
         completions = [
-            Completion(served, f"{answer_id}-{next(self._number)}", token_ids, generation, news=news, index=index)
+            Completion(served, f"{answer_id}-{next(self._number)}", token_ids, body, news=news, index=index)
             for index, (token_ids, _) in enumerate(prepared)
         ]
-        choices = Choices(completions, per_prompt=generation.choices_per_prompt, news=news)
-        answer = create_format(_head(served, answer_id, generation, [token_ids for token_ids, _ in prepared]))
+        choices = Choices(completions, per_prompt=body.n, news=news)
+        answer = create_format(_head(served, answer_id, body, [token_ids for token_ids, _ in prepared]))
         self._service.ready()  # the server may have started to stop while the body arrived
         self._service.running.update(completions)
         try:
             for completion, (_, params) in zip(completions, prepared, strict=True):
-                _submit(completion, params)
+                completion.submit(params)
             parts = await choices.next_parts()
             headers = {REQUEST_ID: client_id}
-            if generation.stream:
-                return await stream_response(request, choices, parts, answer, generation, headers)
+            if body.stream:
+                return await stream_response(request, choices, parts, answer, body, headers)
             return _json(await whole_body(choices, parts, answer), headers=headers)
         finally:
             self._service.running.difference_update(completions)
@@ -158,20 +157,19 @@ class _Endpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        parsed = parse_tokenize(await body_of(request))
-        check_model(served.engine, parsed.model)
-        assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
-        token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
-        texts = [served.codec.token_text(one) for one in token_ids] if parsed.return_token_strings else None
-        body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}
-        return _json({**body, "token_strs": texts})
+        body, most = read_body(TokenizeBody, await body_of(request)), served.engine.max_model_len
+        check_model(served.engine, body.model)
+        prompt, special = (body, False) if body.prompt is None else (body.prompt, body.add_special_tokens)
+        token_ids = await encode(served.codec, prompt, adds_special_tokens=special, max_tokens=most)
+        texts = [served.codec.token_text(one) for one in token_ids] if body.return_token_strs else None
+        return _json({"count": len(token_ids), "max_model_len": most, "tokens": token_ids, "token_strs": texts})
 
     async def detokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        model, token_ids = parse_detokenize(await body_of(request))
-        check_model(served.engine, model)
-        check_token_ids(served, token_ids, "tokens")
-        return _json({"prompt": await asyncio.to_thread(served.codec.decode, token_ids, skip_special_tokens=False)})
+        body = read_body(DetokenizeBody, await body_of(request))
+        check_model(served.engine, body.model)
+        check_token_ids(served, body.tokens, "tokens")
+        return _json({"prompt": await asyncio.to_thread(served.codec.decode, body.tokens, skip_special_tokens=False)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Clear the prefix cache in G1 and in the connector."""
@@ -179,11 +177,7 @@ class _Endpoints:
         served = self._service.ready()
         if (external := request.query.get("reset_external")) not in (None, "true", "false"):
             raise wrong("reset_external", external, "true or false")
-        try:
-            is_reset = await asyncio.wrap_future(served.engine.begin_reset())
-        except EngineError as error:
-            raise RequestError(error.message, status=503, code="engine_failed") from error
-        if not is_reset:
+        if not await asyncio.wrap_future(served.engine.begin_reset()):
             raise RequestError("the connector could not clear its cache: try again", status=409, code="in_use")
         return _json({"reset": True})
 
@@ -217,14 +211,6 @@ def _require_token(request: web.Request, token: str | None) -> None:
     raise RequestError(f"{shown(request.path)} is refused: {reason}", status=403, code="not_allowed")
 
 
-def _submit(completion: Completion, params: SamplingParams) -> None:
-    """Submit the request. Raises RequestError 503 if the engine is not running."""
-    try:
-        completion.submit(params)
-    except EngineError as error:
-        raise RequestError(error.message, status=503, code="engine_failed") from error
-
-
 def _request_id(request: web.Request) -> str:
     """Return the request id from the client's header, or a generated one."""
     client_id = request.headers.get(REQUEST_ID)
@@ -240,13 +226,13 @@ def _request_id(request: web.Request) -> str:
     return client_id
 
 
-def _head(served: Served, answer_id: str, generation: Generation, prompt_token_ids: list[list[int]]) -> Head:
+def _head(served: Served, answer_id: str, body: AnswerBody, prompt_token_ids: list[list[int]]) -> Head:
     return Head(
         answer_id=answer_id,
         model=served.engine.model_name,
         created_unix_s=int(time.time()),
-        wants_logprobs=generation.sampling.logprobs is not None,
-        prompt_token_ids=prompt_token_ids if generation.return_token_ids else None,
+        wants_logprobs=body.sampling.logprobs is not None,
+        prompt_token_ids=prompt_token_ids if body.return_token_ids else None,
         token_text=served.codec.token_text,
         token_bytes=served.codec.token_bytes,
     )

@@ -39,8 +39,8 @@ class EngineMetrics:
         self.page = SharedPage(self.exposition).get
         self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
-        self._first_token = self._histogram("time_to_first_token_seconds", "from arrival to the first token", LATENCY_S)
-        self._next_token = self._histogram("inter_token_latency_seconds", "from one output to the next", LATENCY_S)
+        self.first_token = self._histogram("time_to_first_token_seconds", "from arrival to the first token", LATENCY_S)
+        self.next_token = self._histogram("inter_token_latency_seconds", "from one output to the next", LATENCY_S)
         self._end_to_end = self._histogram("e2e_request_latency_seconds", "from arrival to the last token", LATENCY_S)
         self._queue = self._histogram(
             "request_queue_time_seconds", "from arrival to the first forward pass, including KV loads", LATENCY_S
@@ -59,12 +59,6 @@ class EngineMetrics:
         self._registry.register(_StatsCollector(stats, self._labels, cache_config))
         for collector in connector:
             self._registry.register(collector)
-
-    def first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        self._next_token.observe(seconds)
 
     def request_ended(self, output: RequestOutput, *, seconds: float) -> None:
         """Count a request's last output. Phases that the request did not reach are not counted."""

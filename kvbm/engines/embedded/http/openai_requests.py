@@ -1,4 +1,4 @@
-"""OpenAI requests: parses the JSON bodies of the OpenAI API into plain values, or raises `RequestError`.
+"""OpenAI requests: the JSON bodies of the OpenAI API. `read_body` parses them, or raises `RequestError`.
 
 Fields that clients commonly send and that do not change the tokens are ignored. Unsupported fields that would change
 the tokens are accepted only with the value that means "off". `prompt.py` makes the checks that depend on the engine.
@@ -6,88 +6,19 @@ the tokens are accepted only with the value that means "off". `prompt.py` makes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from kvbm.engines.embedded.engine.request import SamplingParams
-from kvbm.engines.embedded.http.request_fields import Body, RequestError, read_body, shown, wrong, wrong_value
+from kvbm.engines.embedded.http.request_fields import Body, Off, RequestError, wrong, wrong_value
 
-COMPLETION_TOKENS = 16  # default of `max_tokens` for completions in the OpenAI API
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 MAX_CHOICES = 128  # also the highest `n` of the OpenAI API
 LOWEST_TEMPERATURE = 1e-5
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Generation and response options that both completion endpoints share.
-
-    `max_tokens` is None if the client set no limit; `sampling` has none yet. `choices_per_prompt` is the field `n`.
-    """
-
-    sampling: SamplingParams
-    choices_per_prompt: int
-    max_tokens: int | None
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    skip_special_tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """A prompt as text."""
-
-    text: str
-    add_special_tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A prompt as messages for the model's chat template. `variables` are passed to the template."""
-
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool
-    variables: dict[str, Any]
-
-
-Prompt = TextPrompt | ChatPrompt | list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """`default_max_tokens` applies if the client set no limit; None means up to the model's maximum length."""
-
-    model: str | None
-    prompts: list[Prompt]
-    generation: Generation
-    default_max_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeRequest:
-    model: str | None
-    prompt: Prompt
-    return_token_strings: bool
-
-
-# -- fields ------------------------------------------------------------------------------------------------------------
-
-
-def _off(*values: object) -> AfterValidator:
-    """Return the check of an unsupported field: it must be absent or have one of the values that change nothing."""
-
-    def check(value: object) -> object:
-        if value is not None and not any(type(value) is type(one) and value == one for one in values):
-            raise wrong_value(" or ".join(["absent", *map(shown, values)]) + "; this engine supports nothing else")
-        return value
-
-    return AfterValidator(check)
 
 
 def _stops(value: Any) -> list[str]:
@@ -130,121 +61,194 @@ def _text(value: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-Flag = bool | None
 Integer = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+Natural = Annotated[int, Field(ge=0, le=INT64_MAX)]
 Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Zero = Annotated[Any, _off(0, 0.0)]
-One = Annotated[Any, _off(1, 1.0)]
-No = Annotated[Any, _off(False)]
-Yes = Annotated[Any, _off(True)]
-NoList = Annotated[Any, _off([])]
-NoTool = Annotated[Any, _off("none", "auto")]
 
 
 class StreamOptions(Body):
-    include_usage: Flag = None
-    continuous_usage_stats: Flag = None
-    include_obfuscation: Any = None
+    IGNORED = ("include_obfuscation",)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationBody(Body):
-    """What both completion endpoints take."""
+    """What both completion endpoints take.
+
+    `default_max_tokens` applies if the client set no limit; None means up to the model's maximum length.
+    """
+
+    default_max_tokens: ClassVar[int | None] = None
+    OFF: ClassVar[Off] = {
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (0, 0.0)),
+        **dict.fromkeys(("repetition_penalty", "length_penalty"), (1, 1.0)),
+        **dict.fromkeys(("echo", "include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+        **dict.fromkeys(("bad_words", "stop_token_ids"), ([],)),
+        "use_beam_search": (False,),
+        "spaces_between_special_tokens": (True,),
+        "priority": (0,),
+        "logit_bias": ({},),
+    }
+    IGNORED: ClassVar[Collection[str]] = (
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+        "user",
+    )
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Positive | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    min_tokens: Natural = 0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] = 0
     seed: Integer | None = None
     stop: Annotated[Any, AfterValidator(_stops)] = ()
-    ignore_eos: Flag = None
-    stream: Flag = None
+    ignore_eos: bool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: Flag = None
-    skip_special_tokens: Flag = None
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    min_p: Zero = None
-    repetition_penalty: One = None
-    length_penalty: One = None
-    echo: No = None
-    include_stop_str_in_output: No = None
-    return_tokens_as_token_ids: No = None
-    use_beam_search: No = None
-    spaces_between_special_tokens: Yes = None
-    logit_bias: Annotated[Any, _off({})] = None
-    bad_words: NoList = None
-    stop_token_ids: NoList = None
-    priority: Annotated[Any, _off(0)] = None
+    @model_validator(mode="after")
+    def _streams_what_it_configures(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            given = self.stream_options.model_dump(exclude_unset=True)
+            raise wrong("stream_options", given, "absent unless `stream` is true")
+        return self
 
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
+    @property
+    def usage_in_stream(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    def _sampling(self, logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            min_tokens=self.min_tokens,
+            # dividing logits by a lower one could overflow
+            temperature=self.temperature if self.temperature >= LOWEST_TEMPERATURE else 0.0,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            stop=tuple(self.stop),
+            logprobs=logprobs,
+            cache_salt=self.cache_salt,
+            kv_transfer_params=self.kv_transfer_params,
+        )
 
 
 class CompletionBody(GenerationBody):
+    default_max_tokens = 16  # of the OpenAI API
+    OFF: ClassVar[Off] = {**GenerationBody.OFF, "best_of": (1,), "suffix": ("",)}
+
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    add_special_tokens: Flag = None
+    add_special_tokens: bool = True
     logprobs: Logprobs | None = None
-    best_of: Annotated[Any, _off(1)] = None
-    suffix: Annotated[Any, _off("")] = None
+
+    @model_validator(mode="after")
+    def _has_few_answers(self) -> Self:
+        prompts, choices = len(self.prompt), self.n
+        if prompts * choices > MAX_CHOICES:
+            raise RequestError(
+                f"{prompts} prompts with `n` {choices} are {prompts * choices} answers: at most {MAX_CHOICES} are "
+                "allowed in one request",
+                param="prompt",
+            )
+        return self
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        return self.prompt  # type: ignore[no-any-return]
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return the parameters, without a limit of tokens."""
+        return self._sampling(self.logprobs)
 
 
 class Message(Body):
+    OFF: ClassVar[Off] = dict.fromkeys(("tool_calls", "function_call", "audio"), ([],))
+    IGNORED = ("refusal", "annotations", "name")
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Any, AfterValidator(_text)]
-    tool_calls: NoList = None
-    function_call: NoList = None
-    audio: NoList = None
-    refusal: Any = None
-    annotations: Any = None
-    name: Any = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-class ChatTemplate(Body):
-    add_generation_prompt: Flag = None
-    chat_template_kwargs: dict[str, Any] | None = None
+class Conversation(Body):
+    """A prompt as messages for the model's chat template, which gets `chat_template_kwargs` too."""
 
-    def prompt_of(self, messages: list[Message]) -> ChatPrompt:
-        contents = [{"role": message.role, "content": message.content} for message in messages]
-        return ChatPrompt(contents, self.add_generation_prompt is not False, self.chat_template_kwargs or {})
+    messages: Messages | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def contents(self) -> list[dict[str, str]]:
+        return [{"role": message.role, "content": message.content} for message in self.messages or ()]
 
 
-class ChatBody(GenerationBody, ChatTemplate):
+class ChatBody(GenerationBody, Conversation):
+    """`max_completion_tokens` is the newer name of `max_tokens`. The template adds special tokens."""
+
+    OFF: ClassVar[Off] = {
+        **GenerationBody.OFF,
+        **dict.fromkeys(("tools", "functions"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "continue_final_message": (False,),
+    }
+    IGNORED = (*GenerationBody.IGNORED, "parallel_tool_calls", "include_reasoning")
+    add_special_tokens: ClassVar[bool] = False
+
     messages: Messages
     max_completion_tokens: Positive | None = None
-    logprobs: Flag = None
-    top_logprobs: Logprobs | None = None
-    tools: NoList = None
-    functions: NoList = None
-    tool_choice: NoTool = None
-    function_call: NoTool = None
-    modalities: Annotated[Any, _off(["text"])] = None
-    response_format: Annotated[Any, _off({"type": "text"})] = None
-    continue_final_message: No = None
-    parallel_tool_calls: Any = None
-    include_reasoning: Any = None
+    logprobs: bool = False
+    top_logprobs: Logprobs = 0
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        older, newer = self.max_tokens, self.max_completion_tokens
+        if older is not None and newer is not None and older != newer:
+            raise wrong("max_tokens", older, f"absent, or equal to `max_completion_tokens`, which is {newer}")
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", self.top_logprobs, "absent unless `logprobs` is true")
+        return self
+
+    @property
+    def prompts(self) -> Sequence[Conversation]:
+        return [self]
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return the parameters, without a limit of tokens."""
+        return self._sampling(self.top_logprobs if self.logprobs else None)
 
 
-class TokenizeBody(ChatTemplate):
+class TokenizeBody(Conversation):
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: Flag = None
-    messages: Messages | None = None
-    return_token_strs: Flag = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("exactly one of `prompt` and `messages` is required", param="prompt")
+        return self
 
 
 class DetokenizeBody(Body):
@@ -252,79 +256,5 @@ class DetokenizeBody(Body):
     tokens: Annotated[Any, AfterValidator(_token_list)]
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def parse_completion(body: bytes) -> CompletionRequest:
-    fields = read_body(CompletionBody, body)
-    special, choices = fields.add_special_tokens is not False, fields.n or 1
-    prompts: list[Prompt] = [TextPrompt(one, special) if isinstance(one, str) else one for one in fields.prompt]
-    if len(prompts) * choices > MAX_CHOICES:
-        raise RequestError(
-            f"{len(prompts)} prompts with `n` {choices} are {len(prompts) * choices} answers: at most {MAX_CHOICES} "
-            "are allowed in one request",
-            param="prompt",
-        )
-    generation = _generation(fields, max_tokens=fields.max_tokens, logprobs=fields.logprobs)
-    return CompletionRequest(fields.model, prompts, generation, default_max_tokens=COMPLETION_TOKENS)
-
-
-def parse_chat(body: bytes) -> CompletionRequest:
-    """`max_completion_tokens` is the newer name of `max_tokens`."""
-    fields = read_body(ChatBody, body)
-    older, newer, top = fields.max_tokens, fields.max_completion_tokens, fields.top_logprobs or 0
-    if older is not None and newer is not None and older != newer:
-        raise wrong("max_tokens", older, f"absent, or equal to `max_completion_tokens`, which is {newer}")
-    if top and not fields.logprobs:
-        raise wrong("top_logprobs", top, "absent unless `logprobs` is true")
-    limit = older if newer is None else newer
-    generation = _generation(fields, max_tokens=limit, logprobs=top if fields.logprobs else None)
-    return CompletionRequest(fields.model, [fields.prompt_of(fields.messages)], generation, default_max_tokens=None)
-
-
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    fields = read_body(TokenizeBody, body)
-    prompt: Prompt
-    if fields.messages is not None and fields.prompt is None:
-        prompt = fields.prompt_of(fields.messages)
-    elif fields.prompt is not None and fields.messages is None:
-        prompt = TextPrompt(fields.prompt, fields.add_special_tokens is not False)
-    else:
-        raise RequestError("exactly one of `prompt` and `messages` is required", param="prompt")
-    return TokenizeRequest(fields.model, prompt, fields.return_token_strs or False)
-
-
-def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
-    """Return the model's name and the tokens."""
-    fields = read_body(DetokenizeBody, body)
-    return fields.model, fields.tokens
-
-
-def _generation(fields: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Generation:
-    options = fields.stream_options or StreamOptions()
-    if fields.stream_options is not None and not fields.stream:
-        raise wrong("stream_options", options.model_dump(exclude_none=True), "absent unless `stream` is true")
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    sampling = SamplingParams(
-        min_tokens=fields.min_tokens or 0,
-        # dividing logits by a lower one could overflow
-        temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
-        top_p=fields.top_p or 1.0,
-        top_k=max(0, fields.top_k or 0),
-        seed=fields.seed,
-        ignore_eos=fields.ignore_eos or False,
-        stop=tuple(fields.stop),
-        logprobs=logprobs,
-        cache_salt=fields.cache_salt,
-        kv_transfer_params=fields.kv_transfer_params,
-    )
-    return Generation(
-        sampling=sampling,
-        choices_per_prompt=fields.n or 1,
-        max_tokens=max_tokens,
-        stream=fields.stream or False,
-        include_usage=options.include_usage or False,
-        continuous_usage=options.continuous_usage_stats or False,
-        return_token_ids=fields.return_token_ids or False,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-    )
+Prompt = str | Conversation | list[int]
+AnswerBody = CompletionBody | ChatBody

@@ -1,4 +1,4 @@
-"""Prompt preparation: turns a parsed request into prompt tokens and sampling parameters for the engine.
+"""Prompt preparation: turns the body of a request into prompt tokens and sampling parameters for the engine.
 
 It makes all checks that need a loaded engine: model name, vocabulary and maximum request length.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.engines.embedded.engine.request import SamplingParams
 from kvbm.engines.embedded.http.completion import Served
-from kvbm.engines.embedded.http.openai_requests import ChatPrompt, CompletionRequest, Prompt, TextPrompt
+from kvbm.engines.embedded.http.openai_requests import AnswerBody, Conversation, Prompt
 from kvbm.engines.embedded.http.request_fields import RequestError, wrong
 from kvbm.engines.embedded.http.text_codec import TextCodec
 
@@ -23,30 +23,24 @@ LONG_TEXT_CHARACTERS = 16_384  # above, chat template and tokenizer run in a sep
 CHARACTERS_PER_MESSAGE = 64  # what a chat template adds
 
 
-async def prepare(served: Served, request: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
+async def prepare(served: Served, body: AnswerBody) -> list[tuple[list[int], SamplingParams]]:
     """Return prompt token ids and sampling parameters of every choice, all choices of the first prompt first.
 
     Raises RequestError if the engine cannot serve the request.
     """
-    check_model(served.engine, request.model)
-    if request.generation.sampling.stop and not served.codec.has_text:
+    check_model(served.engine, body.model)
+    sampling = body.sampling
+    if sampling.stop and not served.codec.has_text:
         raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
     choices = []
-    for prompt in request.prompts:
-        prompt_token_ids, params = await _prepare_prompt(served, prompt, request)
-        choices += [(prompt_token_ids, _of_choice(params, i)) for i in range(request.generation.choices_per_prompt)]
+    for prompt in body.prompts:
+        token_ids = await _token_ids(served, prompt, adds_special_tokens=body.add_special_tokens)
+        max_tokens = _max_tokens(served.engine, len(token_ids), body)
+        if sampling.min_tokens > max_tokens:
+            raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
+        params = replace(sampling, max_tokens=max_tokens)
+        choices += [(token_ids, _of_choice(params, index)) for index in range(body.n)]
     return choices
-
-
-async def _prepare_prompt(
-    served: Served, prompt: Prompt, request: CompletionRequest
-) -> tuple[list[int], SamplingParams]:
-    prompt_token_ids = await _token_ids(served, prompt)
-    max_tokens = _max_tokens(served.engine, len(prompt_token_ids), request)
-    sampling = request.generation.sampling
-    if sampling.min_tokens > max_tokens:
-        raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
-    return prompt_token_ids, replace(sampling, max_tokens=max_tokens)
 
 
 def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
@@ -68,63 +62,44 @@ def check_token_ids(served: Served, token_ids: list[int], name: str) -> None:
         raise RequestError(error.message, param=name)
 
 
-async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
+async def _token_ids(served: Served, prompt: Prompt, *, adds_special_tokens: bool) -> list[int]:
     """Return the prompt's tokens, validated except for their number."""
     if isinstance(prompt, list):
         check_token_ids(served, prompt, "prompt")
         return prompt
-    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len)
+    most = served.engine.max_model_len
+    token_ids = await encode(served.codec, prompt, adds_special_tokens=adds_special_tokens, max_tokens=most)
     if not token_ids:
         raise RequestError("the prompt has no tokens: it must have at least one", param="prompt")
     return token_ids
 
 
-async def encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, *, max_tokens: int) -> list[int]:
+async def encode(
+    codec: TextCodec, prompt: str | Conversation, *, adds_special_tokens: bool, max_tokens: int
+) -> list[int]:
     """Tokenize a prompt, a long one in a separate thread. Raises RequestError if it is far too long."""
-    if _characters(prompt) > LONG_TEXT_CHARACTERS:
-        return await asyncio.to_thread(_encode, codec, prompt, max_tokens)
-    return _encode(codec, prompt, max_tokens)
+
+    def run() -> list[int]:
+        text = prompt if isinstance(prompt, str) else codec.render(prompt)
+        if len(text) > max_tokens * MAX_CHARACTERS_PER_TOKEN:
+            raise RequestError(
+                f"the prompt has {len(text)} characters: this is above the limit of {max_tokens} tokens",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return codec.encode(text, add_special_tokens=adds_special_tokens)
+
+    return await asyncio.to_thread(run) if _characters(prompt) > LONG_TEXT_CHARACTERS else run()
 
 
-def _characters(prompt: TextPrompt | ChatPrompt) -> int:
-    if isinstance(prompt, TextPrompt):
-        return len(prompt.text)
-    return sum(len(message["content"]) + CHARACTERS_PER_MESSAGE for message in prompt.messages)
+def _characters(prompt: str | Conversation) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) + CHARACTERS_PER_MESSAGE for message in prompt.contents)
 
 
-def _encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int) -> list[int]:
-    """Raise RequestError before tokenizing if the text is far too long for `max_tokens`."""
-    if isinstance(prompt, TextPrompt):
-        text, add_special_tokens = prompt.text, prompt.add_special_tokens
-    else:
-        text, add_special_tokens = codec.render(prompt), False
-    if len(text) > max_tokens * MAX_CHARACTERS_PER_TOKEN:
-        raise RequestError(
-            f"the prompt has {len(text)} characters: this is above the limit of {max_tokens} tokens",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    return codec.encode(text, add_special_tokens=add_special_tokens)
-
-
-def _max_tokens(engine: Engine, prompt_tokens: int, request: CompletionRequest) -> int:
+def _max_tokens(engine: Engine, prompt_tokens: int, body: AnswerBody) -> int:
     """Return how many tokens may be generated: the client's limit, or the default within the remaining length."""
-    room = _room(engine, prompt_tokens)
-    requested = request.generation.max_tokens
-    if requested is None:
-        return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
-    if requested > room:
-        raise RequestError(
-            f"`max_tokens` is {requested}: it must be at most {room}, because the prompt uses {prompt_tokens} of "
-            f"{engine.max_model_len} tokens",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    return requested
-
-
-def _room(engine: Engine, prompt_tokens: int) -> int:
-    """Return how many tokens may follow a prompt. Raises RequestError if there is no room for one."""
     room = engine.max_model_len - prompt_tokens
     if room < 1:
         raise RequestError(
@@ -133,4 +108,14 @@ def _room(engine: Engine, prompt_tokens: int) -> int:
             param="prompt",
             code="context_length_exceeded",
         )
-    return room
+    requested = body.token_limit
+    if requested is None:
+        return room if body.default_max_tokens is None else min(room, body.default_max_tokens)
+    if requested > room:
+        raise RequestError(
+            f"`max_tokens` is {requested}: it must be at most {room}, because the prompt uses {prompt_tokens} of "
+            f"{engine.max_model_len} tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return requested

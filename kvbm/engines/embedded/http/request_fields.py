@@ -7,9 +7,9 @@ An unknown field is refused. A field that is `null` counts as absent. No client 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -18,6 +18,8 @@ from kvbm.text.outside import fit_for_message, shown_json
 from kvbm.text.outside import shown as shown_text
 
 SHOWN_CHARACTERS = 80
+
+Off = Mapping[str, tuple[object, ...]]
 
 
 class RequestError(Exception):
@@ -32,15 +34,30 @@ class RequestError(Exception):
 
 
 class Body(BaseModel):
-    """A JSON object of a client. Every value has exactly its type: 5.0 and true are no integers."""
+    """A JSON object of a client. Every value has exactly its type: 5.0 and true are no integers.
+
+    `OFF` has fields that are not supported, and the values of each that change nothing. `IGNORED` fields may have any.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    OFF: ClassVar[Off] = {}
+    IGNORED: ClassVar[Collection[str]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
-    def _has_no_unknown_field(self) -> Self:
+    def _has_no_other_field(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is not None:
-                near = get_close_matches(name[:SHOWN_CHARACTERS], type(self).model_fields, n=1)
+            if name in self.OFF:
+                if not any(type(value) is type(one) and value == one for one in self.OFF[name]):
+                    right = " or ".join(["absent", *map(shown, self.OFF[name])])
+                    raise PydanticCustomError("off", "not supported", {"name": name, "value": value, "right": right})
+            elif name not in self.IGNORED:
+                known = (*type(self).model_fields, *self.OFF)
+                near = get_close_matches(name[:SHOWN_CHARACTERS], known, n=1)
                 raise PydanticCustomError("unknown", "unknown field", {"name": name, "near": near})
         return self
 
@@ -65,6 +82,9 @@ def _request_error(error: ErrorDetails) -> RequestError:
         name = _name((*path, details["name"]))
         hint = f"; did you mean `{_name((*path, *details['near']))}`?" if details["near"] else ""
         return RequestError(f"`{name}` is not a field of this endpoint{hint}", param=name)
+    if error["type"] == "off":
+        right = f"{details['right']}; this engine supports nothing else"
+        return wrong(_name((*path, details["name"])), details["value"], right)
     if not path:
         return RequestError(f"the body is {value}: {message}")
     name = _name(path)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from kvbm.engines.embedded.http.choices import Choices
 from kvbm.engines.embedded.http.completion import CompletionFailed
-from kvbm.engines.embedded.http.openai_requests import Generation
+from kvbm.engines.embedded.http.openai_requests import AnswerBody, StreamOptions
 from kvbm.engines.embedded.http.openai_responses import (
     DONE,
     AnswerFormat,
@@ -36,7 +36,7 @@ async def stream_response(
     choices: Choices,
     parts: list[AnswerPart],
     answer: AnswerFormat,
-    generation: Generation,
+    body: AnswerBody,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Write each part as an event as soon as it arrives. The handler ends when the client disconnects."""
@@ -45,7 +45,7 @@ async def stream_response(
     )
     try:
         await response.prepare(request)
-        await _write_events(response, choices, parts, _Events(choices, answer, generation))
+        await _write_events(response, choices, parts, _Events(choices, answer, body.usage_in_stream))
         await response.write_eof()
     except ConnectionResetError:
         if request.transport is not None:
@@ -68,10 +68,10 @@ async def _write_events(
 class _Events:
     """Encodes parts as events. Counts the tokens that were sent for each choice."""
 
-    def __init__(self, choices: Choices, answer: AnswerFormat, generation: Generation) -> None:
+    def __init__(self, choices: Choices, answer: AnswerFormat, usage: StreamOptions) -> None:
         self._choices = choices
         self._answer = answer
-        self._generation = generation
+        self._options = usage
         self._sent_tokens: Counter[int] = Counter()
 
     def of(self, parts: Iterable[AnswerPart]) -> Iterator[bytes]:
@@ -85,11 +85,11 @@ class _Events:
 
     async def last(self) -> bytes:
         """Return the event with the usage of the whole request, if the client requested it. Raises CompletionFailed."""
-        if not self._generation.include_usage:
+        if not self._options.include_usage:
             return b""
         return event(self._answer.usage_chunk(await self._choices.usage()))
 
     def _usage(self, index: int) -> Json:
-        if self._generation.continuous_usage:
+        if self._options.continuous_usage_stats:
             return {"usage": token_counts(self._choices.prompt_tokens(index), self._sent_tokens[index])}
-        return {"usage": None} if self._generation.include_usage else {}
+        return {"usage": None} if self._options.include_usage else {}

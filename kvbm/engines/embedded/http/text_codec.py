@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.engines.embedded.http.openai_requests import ChatPrompt
+from kvbm.engines.embedded.http.openai_requests import Conversation
 from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.engines.embedded.http.text_stream import REPLACEMENT
 from kvbm.text.outside import shown
@@ -71,7 +71,7 @@ class TextCodec:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
-    def render(self, conversation: ChatPrompt) -> str:
+    def render(self, conversation: Conversation) -> str:
         """Render the prompt with the model's chat template. Raises RequestError if the template fails."""
         from jinja2.exceptions import TemplateError
 
@@ -79,7 +79,7 @@ class TextCodec:
         if not tokenizer.chat_template:
             raise RequestError("the model has no chat template: use /v1/completions", param="messages")
         reserved = inspect.signature(tokenizer.apply_chat_template).parameters
-        for name in conversation.variables:
+        for name in conversation.chat_template_kwargs:
             if name in reserved or name == "messages":
                 raise RequestError(
                     f"`chat_template_kwargs.{shown(name)}` is reserved: a request cannot set it",
@@ -87,10 +87,10 @@ class TextCodec:
                 )
         try:
             text = tokenizer.apply_chat_template(
-                conversation.messages,
+                conversation.contents,
                 tokenize=False,
                 add_generation_prompt=conversation.add_generation_prompt,
-                **conversation.variables,
+                **conversation.chat_template_kwargs,
             )
         except (TemplateError, *TEMPLATE_ERRORS) as error:
             raise RequestError(

@@ -8,8 +8,8 @@
 One request uses it on the event loop. A streamed answer and a whole answer have the same text, because both come from
 here.
 
-`tokenizers.DecodeStream` (0.23) does less: it never returns an unfinished character at the end, decodes a long run of
-broken characters from its beginning with every token, and needs a Rust tokenizer.
+`tokenizers.DecodeStream` (0.23) does less: it never returns an unfinished character at the end, and needs a Rust
+tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"
 MAX_UNFINISHED = 3  # an unfinished character has up to three bytes; some tokenizers decode each to U+FFFD
-LONG_WINDOW_TOKENS = 48
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -54,11 +53,7 @@ class Detokenizer:
         held = 0 if final else _unfinished_length(text)
         new = text[self._returned : len(text) - held]
         self._returned = max(self._returned, len(text) - held)
-        is_long = (len(self._token_ids) - self._start) % LONG_WINDOW_TOKENS == LONG_WINDOW_TOKENS - 1
-        if text.endswith(REPLACEMENT):
-            if is_long:
-                self._shorten(text)
-        elif text or is_long:  # a token without text keeps the context of the next one
+        if text and not text.endswith(REPLACEMENT):  # a token without text keeps the context of the next one
             self._context, self._start, self._returned = self._start, len(self._token_ids), 0
         return new
 
@@ -70,17 +65,6 @@ class Detokenizer:
             return text[len(known) :]
         self._context = self._start
         return self._decode(self._token_ids[self._start :])
-
-    def _shorten(self, text: str) -> None:
-        """Shorten the window in a long run of broken characters, at a token that starts a new character."""
-        for start in range(len(self._token_ids) - 1, self._start, -1):
-            before = self._decode(self._token_ids[self._context : start])
-            known = self._decode(self._token_ids[self._context : self._start])
-            if before + self._decode(self._token_ids[start:]) == known + text:
-                returned = self._returned - (len(before) - len(known))
-                if returned >= 0:
-                    self._context, self._start, self._returned = start, start, returned
-                    return
 
 
 def _unfinished_length(text: str) -> int:
