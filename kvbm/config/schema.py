@@ -593,7 +593,9 @@ class Profile(Section):
         metrics = self.metrics.model_copy(update={"host": self.metrics.host or self.server.host})
         rest = {name: getattr(self, name) for name in ConnectorConfig.model_fields}
         if self.tiers.are_below_engine:
-            buffer = None if self.tiers.disk is not None else HostTierSection(blocks=BOUNCE_BLOCKS)
+            buffer = None
+            if self.tiers.disk is None:
+                buffer = HostTierSection(blocks=BOUNCE_BLOCKS, managed_by="engine")
             rest["tiers"] = self.tiers.model_copy(update={"host": buffer})
         return ConnectorConfig(**{**rest, "metrics": metrics})
 

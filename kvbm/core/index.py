@@ -54,6 +54,10 @@ class HashIndex:
     def slot_of(self, sequence_hash: bytes) -> int | None:
         return self._dict_of(sequence_hash).get(sequence_hash)
 
+    def among(self, hashes: set[bytes]) -> set[bytes]:
+        """Return those of `hashes` that are registered. Python walks the smaller one of the set and each dict."""
+        return set().union(*(entries.keys() & hashes for entries in self._dicts))
+
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the slots of `hashes` up to the first that is not registered."""
         return list(chain.from_iterable(self.find_runs(hashes)))

@@ -200,6 +200,10 @@ class BlockStore:
     def contains(self, sequence_hash: bytes) -> bool:
         return sequence_hash in self._index
 
+    def registered_of(self, hashes: set[bytes]) -> set[bytes]:
+        """Return those of `hashes` that are registered."""
+        return self._index.among(hashes)
+
     def missing(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the positions in `hashes` of those that are not registered."""
         return [position for position, slot in enumerate(self._index.find(hashes)) if slot is None]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.policies.table import POLICIES
 from kvbm.errors import EnvironmentProblem
+from kvbm.leader.hints import Hint, Invalid, parsed
 from kvbm.metrics import Counters, Facts, TierBlocks
 from kvbm.tiers.host_tier import HostListener, HostTier
 from kvbm.tiers.lower_tier import AskedTier, OwnedTier, TierContext
@@ -69,6 +70,17 @@ class EngineTiers:
         there for a tenant."""
         if tenant is None:
             self._forget_host_memory()
+
+    def read_hint(self, given: object, session: object) -> Hint | None:
+        """Return the hint that a request brings, and count it. `session`: see `parsed`. None without a valid one."""
+        try:
+            hint = parsed(given, session)
+        except Invalid as why:
+            self.counters.invalid_hints += 1
+            log.debug("kvbm: a hint is ignored: %s", why)
+            return None
+        self.counters.hinted_requests += hint is not None
+        return hint
 
     def is_busy(self) -> bool:
         """Whether a lower tier needs to be settled soon."""

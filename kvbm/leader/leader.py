@@ -28,7 +28,7 @@ from kvbm.core.policies.chain_use import LONGEST_CHAIN
 from kvbm.leader.control import CacheControl
 from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.leader.heartbeats import Heartbeats
-from kvbm.leader.hints import Hint, Hints, Invalid, parsed
+from kvbm.leader.hints import Hint, Hints
 from kvbm.leader.long_chains import Slices
 from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import Offloads, blocks_before_low_priority
@@ -454,18 +454,8 @@ class Leader(EngineTiers):
             tenant = self._tenant_of(request_id)
             offloads = [OffloadProgress(tenant, group.looks_back_over_all) for group in self._groups]
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
-            request.hint = self._read_hint(request_id)
+            request.hint = self.read_hint(*self._hint_of(request_id))
         return request
-
-    def _read_hint(self, request_id: str) -> Hint | None:
-        try:
-            hint = parsed(*self._hint_of(request_id))
-        except Invalid as why:
-            self.counters.invalid_hints += 1
-            log.debug("kvbm: a hint is ignored: %s", why)
-            return None
-        self.counters.hinted_requests += hint is not None
-        return hint
 
     def _queues(self) -> dict[str, tuple[int, float | None]]:
         return {"offload": self._offloads.queue(), "onboard": self._onboards.queue(), **super()._queues()}

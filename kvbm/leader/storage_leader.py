@@ -17,6 +17,7 @@ G2 is a buffer here, unless the profile has a host tier: then blocks stay in it 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class StorageLeader(EngineTiers):
         self.region = region
         self._arrived: set[Fetch] = set()
         self._numbers = itertools.count(1)
+        self._refused_blocks = sys.maxsize  # the fewest slots for which a write has found no room in this step
 
     @property
     def is_on(self) -> bool:
@@ -105,17 +107,28 @@ class StorageLeader(EngineTiers):
     def step(self) -> None:
         """Start the writes that are due, note what has ended, and advance what an operator asks."""
         self.control.advance()
+        self._refused_blocks = sys.maxsize
         for tier in self.lower_tiers:
             tier.step(computes=False)
             self._arrived.update(tier.settle())
         self.host.check_next()
 
+    def contains(self, sequence_hash: bytes) -> bool:
+        """Return whether a block can be read, as far as this process knows."""
+        return self.host.store.contains(sequence_hash) or any(tier.contains(sequence_hash) for tier in self.lower_tiers)
+
     def readable(self, hashes: Sequence[bytes]) -> int:
         """Return how many blocks can be read, up to the first that cannot, as far as this process knows."""
-        first = hashes[0]  # mostly it is the one that cannot
-        if not self.host.store.contains(first) and not any(tier.contains(first) for tier in self.lower_tiers):
-            return 0
-        return self._present(hashes)
+        at, end = 0, len(hashes)
+        while at < end:
+            found = self.host.store.match(hashes, at)
+            for tier in self.lower_tiers if not found else ():
+                if found := tier.match(hashes, at, end):
+                    break
+            if not found:
+                break
+            at += found
+        return at
 
     def note_request(self, chain: Sequence[bytes], found: int, asked: int) -> None:
         """Note the end of a request for `asked` blocks, of which `found` could be read: those of `chain` become
@@ -141,7 +154,7 @@ class StorageLeader(EngineTiers):
         """Like `find`, for an engine that notes its requests itself. `readable` knows the answer afterwards."""
         name = f"question {next(self._numbers)}"
         try:
-            while (count := self._present(hashes)) < len(hashes):
+            while (count := self.readable(hashes)) < len(hashes):
                 if not any(tier.must_wait(name, hashes, count, len(hashes)) for tier in self._asked_tiers):
                     break
                 yield
@@ -155,7 +168,7 @@ class StorageLeader(EngineTiers):
         name, found = f"question {next(self._numbers)}", []
         try:
             for one in hashes:
-                while not (is_there := self._present([one])):
+                while not (is_there := self.readable([one])):
                     if not any(tier.must_wait(name, [one], 0, 1) for tier in self._asked_tiers):
                         break
                     yield
@@ -225,19 +238,6 @@ class StorageLeader(EngineTiers):
         for tier in reversed(self.lower_tiers):
             tier.abandon(deadlines.ABANDON_S)
 
-    def _present(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of `hashes` are in any tier, up to the first that is in none."""
-        at, end = 0, len(hashes)
-        while at < end:
-            found = self.host.store.match(hashes, at)
-            for tier in self.lower_tiers if not found else ():
-                if found := tier.match(hashes, at, end):
-                    break
-            if not found:
-                break
-            at += found
-        return at
-
     def _is_stored(self, sequence_hash: bytes) -> bool:
         """Whether a block needs no copy: it is in the nearest tier that is on, or in G2 if that is a tier."""
         nearest = next((tier for tier in self.lower_tiers if tier.is_on), None)
@@ -245,7 +245,7 @@ class StorageLeader(EngineTiers):
 
     def _claim(self, reading: _Reading, hashes: Sequence[bytes], lend: Lend) -> None:
         """Lend what is in G2, up to the first block that is in no tier, and queue the reads of the rest."""
-        end = self._present(hashes)
+        end = self.readable(hashes)
         here = [index for index in range(end) if self.host.store.contains(hashes[index])]
         absent = sorted(set(range(end)).difference(here))
         self._lend(reading, here, Tier.HOST, hashes, lend)
@@ -327,12 +327,16 @@ class StorageLeader(EngineTiers):
     def _reserve(self, count: int, *, keeps_due: bool) -> Reservation | None:
         """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on. With
         `keeps_due`, the shared tier is one of those."""
-        if not self.is_on:
+        if not self.is_on or (keeps_due and count >= self._refused_blocks):
             return None
         unwritten = [blocks for tier in self.host.listeners if (blocks := tier.unwritten_blocks(count)) is not None]
-        asked = self._asked_tiers if keeps_due else ()
-        due = {one for tier in asked for one in tier.due_blocks() if self.host.store.contains(one)}
-        if count > self.host.store.available - max(unwritten, default=0) - len(due):
+        room = self.host.store.available - max(unwritten, default=0)
+        due: set[bytes] = set()
+        if keeps_due and count <= room:
+            pieces = (piece for tier in self._asked_tiers for piece in tier.due_blocks())
+            due = self.host.store.registered_of(set().union(*pieces))
+        if count > room - len(due):
+            self._refused_blocks = min(count, self._refused_blocks)
             return None
         self.host.store.touch(list(due))
         return self.host.reserve(count, keeps_unwritten=True)

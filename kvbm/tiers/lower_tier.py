@@ -185,8 +185,8 @@ class AskedTier(LowerTier):
         """Note that a request has ended."""
 
     @abstractmethod
-    def due_blocks(self) -> Iterator[bytes]:
-        """Yield the blocks that may still have to be written, and whose write has not begun. Some repeat."""
+    def due_blocks(self) -> Iterator[Sequence[bytes]]:
+        """Yield in pieces the blocks that may still have to be written, and whose write has not begun. Some repeat."""
 
 
 OpenTier = Callable[[TierContext], LowerTier]

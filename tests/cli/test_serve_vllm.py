@@ -113,10 +113,11 @@ class Other:
 """
 
 
-def test_flags_are_those_of_the_source(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder", ["openai", "launchers", "common"])
+def test_flags_are_those_of_the_source(tmp_path, monkeypatch, folder):
     distribution(tmp_path, "vllm", "0.31.2")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    texts = {"engine/arg_utils.py": ARG_UTILS, "entrypoints/openai/cli_args.py": CLI_ARGS}
+    texts = {"engine/arg_utils.py": ARG_UTILS, f"entrypoints/{folder}/cli_args.py": CLI_ARGS}
     for name, text in texts.items():
         file = tmp_path / "vllm" / name
         file.parent.mkdir(parents=True)

@@ -505,3 +505,12 @@ def test_every_block_of_a_short_chain_is_looked_up():
     store, hashes = make_store(128), numbered(0, 2 * SAMPLE_DISTANCE)
     register(store, [hashes[7]])
     assert 7 not in store.missing_of_chain(hashes)
+
+
+def test_of_a_set_of_hashes_those_that_are_registered_are_found_in_every_dict():
+    store = make_store(2 * ENTRIES_PER_DICT)
+    hashes = [number.to_bytes(16, "big") for number in range(100)]
+    store.allocate(100).stage(hashes).register().release()
+    assert store.registered_of({*hashes[::2], b"x" * 16}) == set(hashes[::2])
+    store.forget(hashes[:50])
+    assert store.registered_of(set(hashes)) == set(hashes[50:])

@@ -38,7 +38,7 @@ NAMES = itertools.count()
 
 
 @functools.cache
-def vllm_config():
+def vllm_config(*, enable_lora: bool = False):
     tier = {"type": "KvbmTier", "module_path": "kvbm.vllm_integration.secondary_tier"}
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector",
@@ -46,7 +46,11 @@ def vllm_config():
         kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]},
     )
     arguments = EngineArgs(
-        model=str(materialise("vllm-25m")), dtype="float32", max_model_len=2048, kv_transfer_config=transfer
+        model=str(materialise("vllm-25m")),
+        dtype="float32",
+        max_model_len=2048,
+        kv_transfer_config=transfer,
+        enable_lora=enable_lora,
     )
     return arguments.create_engine_config()
 
@@ -85,17 +89,21 @@ class Offloading:
         rows: int = 8,
         disk_blocks: int = 200,
         host_blocks: int | None = None,
+        host: dict[str, object] | None = None,
         shared: str = "",
+        enable_lora: bool = False,
     ) -> None:
         name = f"rig-{time.time_ns()}-{next(NAMES)}"
         region = SharedOffloadRegion(name, rows, None, ROW_BYTES, ROW_BYTES)
         self.primary = CPUPrimaryTierOffloadingManager(rows, region)
-        loads._CONFIGS[:] = [vllm_config()]  # what vLLM's executor leaves there
+        loads._CONFIGS[:] = [vllm_config(enable_lora=enable_lora)]  # what vLLM's executor leaves there
         tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}} if disk_blocks else {}
         if shared:
             tiers["shared"] = {"url": shared}
         if host_blocks is not None:
-            tiers["host"] = {"blocks": host_blocks}
+            host = {"blocks": host_blocks}
+        if host is not None:
+            tiers["host"] = host
         options = {"tiers": tiers, "offload": {"to_disk": "always", "to_shared": "always"}}
         self.tier = KvbmTier(
             SimpleNamespace(config=offloading_config(name)), self.primary.get_kv_memoryview(), "KvbmTier", kvbm=options
@@ -119,6 +127,7 @@ class Offloading:
         for at, key in enumerate(keys):
             context.set_offload_key_position(key, BLOCK_TOKENS * (at + 1))
         plain = {"lora_request": None, "mm_features": [], "resumable": False, "prompt_is_token_ids": None}
+        plain |= {"kv_transfer_params": None, "kv_hints": None, "session_id": None}
         secondary_tier._note_request(
             SimpleNamespace(connector_scheduler=SimpleNamespace(manager=self.manager)),
             SimpleNamespace(request_id=context.req_id, **plain | facts),
@@ -141,9 +150,9 @@ class Offloading:
             time.sleep(0.001)
 
     def cannot_open(self) -> bool:
-        """Whether files are there that the disk process refuses."""
+        """Whether files are there that the disk process refuses, or the shared tier is not used by this engine."""
         services = [getattr(tier, "disk", None) or tier.client for tier in self.tier._leader.lower_tiers]
-        return any(service._last_error for service in services)
+        return any(service._last_error or getattr(service, "is_unnamed", False) for service in services)
 
     def settle_jobs(self, timeout_s: float = 60.0) -> None:
         """Step until vLLM waits for no job of the tier."""

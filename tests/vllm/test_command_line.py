@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kvbm_serve import PROGRAM
 
 pytest.importorskip("vllm")
 
@@ -47,11 +51,11 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def parser() -> Any:
-    try:
-        module = importlib.import_module("vllm.entrypoints.launchers.cli_args")
-    except ModuleNotFoundError:
-        module = importlib.import_module("vllm.entrypoints.openai.cli_args")
-    return module.make_arg_parser(FlexibleArgumentParser())
+    names = (f"vllm.entrypoints.{folder}" for folder in ("common", "launchers", "openai"))
+    package = next(
+        name for name in names if importlib.util.find_spec(name) and importlib.util.find_spec(f"{name}.cli_args")
+    )
+    return importlib.import_module(f"{package}.cli_args").make_arg_parser(FlexibleArgumentParser())
 
 
 def parsed(profile: Profile, installation: Installation | None) -> Any:
@@ -124,6 +128,28 @@ def test_shipped_profile_is_understood(name: str) -> None:
     profile = load(name, directories=[profiles_directory()]).profile
     seen = parsed(profile, None)
     assert seen.max_model_len == profile.engine.arguments.max_model_len
+
+
+def test_the_command_for_vllms_own_offloading_is_understood(tmp_path: Path) -> None:
+    factory = pytest.importorskip(
+        "vllm.v1.kv_offload.tiering.factory", reason="this vLLM has no tiers"
+    ).SecondaryTierFactory
+    options = ("--dry-run", "--json", "--set", f"engine.python={sys.executable}")
+    printed = subprocess.run(
+        [*PROGRAM, "serve", "--profile", "vllm-native", *options],
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert printed.returncode == 0, printed.stderr
+    argv = json.loads(printed.stdout)["argv"]
+    start = argv.index(SERVER_MODULE) + 1 if SERVER_MODULE in argv else 2
+    transfer = parser().parse_args(argv[start:]).kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_role) == ("OffloadingConnector", "kv_both")
+    extra = transfer.kv_connector_extra_config
+    assert extra["cpu_bytes_to_use"] > 0
+    assert [factory.get_tier_class(tier).__name__ for tier in extra["secondary_tiers"]] == ["KvbmTier"]
 
 
 def test_flags_read_from_the_source_are_those_of_the_parser() -> None:

@@ -16,12 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from offloading_rig import Offloading, bytes_of, key_of, vllm_config
-from vllm.v1.kv_offload.base import LookupResult
+from offloading_rig import BLOCK_TOKENS, Offloading, bytes_of, key_of, vllm_config
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.kv_offload.base import LookupResult, Medium, TierFilter, TierMatcher
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm_server import stopped_disk
 
 from kvbm.child import deadlines
+from kvbm.engines import storage_opening
 from kvbm.engines.vllm import secondary_tier, weight_updates
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import storage_leader
@@ -203,9 +205,14 @@ def test_the_log_says_once_what_a_reset_means(tmp_path, monkeypatch, disk_blocks
         assert [(line.levelname, words in line.getMessage()) for line in lines] == [(level, True)]
 
 
+def media(*offsets):
+    return {"mm_features": [SimpleNamespace(mm_position=SimpleNamespace(offset=offset)) for offset in offsets]}
+
+
 UNNAMED = {
     "an adapter": {"lora_request": object()},
-    "an image": {"mm_features": [object()]},
+    "an image": media(0),
+    "an image before all whole blocks end": media(BLOCK_TOKENS - 1),
     "streaming input": {"resumable": True},
     "tokens and embeddings": {"prompt_is_token_ids": [True]},
 }
@@ -219,6 +226,77 @@ def test_blocks_whose_names_do_not_say_what_they_hold_are_not_kept(rig, facts):
     assert rig.load(FIRST) == 0
     assert rig.load(SECOND, **facts) == 0
     assert rig.load(SECOND) == 8
+
+
+def test_text_in_front_of_the_first_image_is_kept_and_nothing_after_it(rig):
+    rig.store(FIRST, **media(7 * BLOCK_TOKENS, 3 * BLOCK_TOKENS))
+    rig.store(SECOND)
+    rig.store(OTHERS)
+    assert rig.load(FIRST) == 3
+    assert rig.load(SECOND, **media(5 * BLOCK_TOKENS + 1)) == 5
+    assert rig.load(SECOND) == 8
+
+
+def test_an_image_makes_no_request_ask_for_it_in_the_shared_store(tmp_path, monkeypatch):
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        asked, ask = [], rig.tier._leader.ask
+        monkeypatch.setattr(rig.tier._leader, "ask", lambda chain: asked.append(chain) or ask(chain))
+        assert rig.load(FIRST, **media(3 * BLOCK_TOKENS)) == 0
+        assert asked == [FIRST[:3]]
+
+
+@pytest.mark.parametrize("disk_blocks", [200, 0], ids=["disk", "no disk"])
+def test_no_block_of_an_engine_with_adapters_outlives_it(tmp_path, disk_blocks):
+    """vLLM's key of a block covers the name and the path of an adapter, not its weights."""
+    tiers = {"disk_blocks": disk_blocks, "host_blocks": None if disk_blocks else 16}
+    tiers["shared"] = f"file://{tmp_path}/objects"
+    with Offloading(tmp_path / "a", **tiers, enable_lora=True) as rig:
+        rig.store(FIRST)
+        rig.store(SECOND)
+        assert rig.load(FIRST) == (8 if disk_blocks else 0), "within the engine they can be found"
+        rig.settle()
+    assert not [path for path in tmp_path.joinpath("objects").rglob("*") if path.stat().st_size > 8192]
+    with Offloading(tmp_path / "a", **tiers, enable_lora=True) as rig:
+        assert rig.load(FIRST) == rig.load(SECOND) == 0
+
+
+HINTS = {
+    "low priority": {"kv_transfer_params": {"kvbm": {"priority": "low"}}},
+    "demote": {"kv_transfer_params": {"kvbm": {"demote": True}}},
+    "in kv_hints": {"kv_hints": KvHintsEnvelope("1", "1", [KvHintAction("1", "kvbm", "1", {"priority": "low"})])},
+}
+
+
+@pytest.mark.parametrize("hint", HINTS.values(), ids=HINTS)
+def test_a_hint_that_demotes_keeps_new_blocks_out_of_the_tiers_and_finds_the_others(rig, hint):
+    rig.store(FIRST)
+    rig.store(SECOND, **hint)
+    rig.store(OTHERS)
+    assert rig.load(SECOND) == 0
+    assert rig.load(FIRST, **hint) == 8
+    assert rig.tier._leader.counters.hinted_requests == 2
+
+
+@pytest.mark.parametrize("params", [{"retain_s": 60}, {"priority": "high", "session": "a"}, {"priority": "least"}, 7])
+def test_other_hints_change_nothing(rig, params):
+    rig.store(FIRST, kv_transfer_params={"kvbm": params})
+    rig.store(SECOND)
+    assert rig.load(FIRST) == 8
+    counters = rig.tier._leader.counters
+    is_valid = params not in ({"priority": "least"}, 7)
+    assert (counters.hinted_requests, counters.invalid_hints) == (is_valid, not is_valid)
+    assert not rig.tier.boundary.faults
+
+
+@pytest.mark.parametrize(("medium", "found"), [(Medium.CPU, 0), (Medium.STORAGE, 8), (None, 8)])
+def test_a_client_chooses_with_kv_load_tiers_whether_the_tier_is_asked(rig, medium, found):
+    rig.store(FIRST)
+    rig.store(SECOND)
+    context = rig.request(FIRST)
+    context.load_tier_filter = TierFilter((TierMatcher(medium),))
+    assert rig.ask(FIRST, context).count(LookupResult.HIT_PENDING) == found
+    rig.settle()
+    rig.manager.on_request_finished(context)
 
 
 def test_a_chain_is_stored_whole_however_slow_the_steps_are(tmp_path):
@@ -341,6 +419,7 @@ def test_two_engines_share_blocks(tmp_path, url, disk_blocks):
 
 @pytest.mark.parametrize("disk_blocks", [400, 0], ids=["disk", "no disk"])
 def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(tmp_path, monkeypatch, disk_blocks):
+    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 60.0)
     keys = [key_of(number) for number in range(128)]
     host_blocks = None if disk_blocks else 16
@@ -357,7 +436,48 @@ def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(t
         assert not rig.tier._leader.counters.shared.dropped_blocks
 
 
+@pytest.mark.parametrize(
+    ("disk_blocks", "host", "slots"),
+    [
+        (200, None, 2048),
+        (0, {"blocks": 64, "managed_by": "engine"}, 2048),
+        (200, {"blocks": 16}, 16),
+        (0, {"capacity": "1MiB"}, 128),
+    ],
+)
+def test_the_memory_above_a_shared_store_has_a_number_of_bytes_unless_it_is_set(
+    tmp_path, monkeypatch, disk_blocks, host, slots
+):
+    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 16 << 20)
+    with Offloading(tmp_path, disk_blocks=disk_blocks, host=host, shared=f"file://{tmp_path}/objects") as rig:
+        assert len(rig.tier._segment.payload) == slots
+
+
+def test_a_write_that_finds_no_room_is_not_tried_again_in_the_same_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 60.0)
+    with Offloading(tmp_path, disk_blocks=0, host_blocks=16, shared=f"file://{tmp_path}/objects") as rig:
+        leader, walks = rig.tier._leader, []
+        shared = leader._asked_tiers[0]
+        until(rig, lambda: shared.is_on)
+        keys = [key_of(number) for number in range(1000)]
+        leader.host.store.allocate(16).stage(keys[:16]).register().release()
+        monkeypatch.setattr(shared, "due_blocks", lambda: walks.append(1) or iter([keys]))
+        leader.step()
+        questions = [
+            leader.write(keys[16 + one : 20 + one], lambda loan: None, waits_for_shared=True) for one in range(9)
+        ]
+        for question in questions:
+            next(question)
+        assert len(walks) == 1
+        leader.step()
+        for question in questions:
+            next(question)
+            question.close()
+        assert len(walks) == 2
+
+
 def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
     keys = [key_of(number) for number in range(128)]
     with Offloading(tmp_path, rows=128, disk_blocks=400, shared=f"file://{tmp_path}/objects") as rig:

@@ -7,11 +7,20 @@ with the vLLM that is installed.
 from __future__ import annotations
 
 import ast
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvbm.engines.table import load
 from kvbm.engines.vllm import versions
+from kvbm.engines.vllm.launch import plan
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.auto_capacity import with_capacities
+
+sys.path.insert(0, str(Path(__file__).parent))
+from surfaces import FILE, Surfaces
 
 SOURCE = ast.parse(Path(versions.__file__).with_name("secondary_tier.py").read_text())
 (TIER,) = [node for node in SOURCE.body if isinstance(node, ast.ClassDef) and node.name == "KvbmTier"]
@@ -38,6 +47,7 @@ OPTIONAL = {
 CONSTRUCTOR = ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector")
 RESULT = {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"}
 JOB = {"job_id", "keys", "chunk_ids", "is_promotion", "req_context"}
+FLAGS = {"--host", "--port", "--enable-prompt-tokens-details", "--shutdown-timeout", "--max-model-len"}  # of both
 OWN = {"note_request", "weights_may_change", "adapter_is_loaded"}  # called by kvbm's own wrappers
 
 
@@ -61,3 +71,14 @@ def test_the_constructor_takes_what_vllm_passes_and_the_keys_of_the_configuratio
 
 def test_no_public_method_is_misspelt():
     assert {name for name in METHODS if not name.startswith("_")} - set(ABSTRACT | OPTIONAL) == OWN
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_the_profile_starts_vllm_with_what_its_parser_knows(version):
+    profile = with_capacities(load("vllm-native", directories=[profiles_directory()])).profile
+    installation = versions.VllmInstallation(version, "vllm", "/venv/bin/vllm", has_kvbm=True)
+    argv = plan(profile, connector=True, port=8000, installation=installation).argv
+    assert {word for word in argv if word.startswith("--")} == {*FLAGS, "--kv-transfer-config"}
+    transfer = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    surface = Surfaces.parse(FILE.read_text()).surface(version)
+    assert set(transfer) <= set(surface["classes"]["vllm.config.kv_transfer"]["KVTransferConfig"]["attributes"])

@@ -28,7 +28,7 @@ from kvbm.engines.vllm.descriptions import forms_of
 from kvbm.engines.vllm.eviction_queue import VllmEvictionQueue
 from kvbm.engines.vllm.former_weights import FormerWeights
 from kvbm.engines.vllm.placement import PD_CONNECTORS
-from kvbm.engines.vllm.request import VllmRequest, prompt_hashes
+from kvbm.engines.vllm.request import VllmRequest, hint_of, prompt_hashes
 from kvbm.engines.vllm.telemetry import KvbmStats, StatsSource
 from kvbm.engines.vllm.worker_side import Handshake, progress_log
 from kvbm.errors import EnvironmentProblem
@@ -210,7 +210,7 @@ class EngineBlocks:
 
     def _hint_of(self, request_id: str) -> tuple[object, object]:
         tracked = self._requests.get(request_id)
-        return (None, None) if tracked is None else (tracked.hint(), getattr(tracked.request, "session_id", None))
+        return (None, None) if tracked is None else hint_of(tracked.request)
 
     def _trace_headers_of(self, request_id: str) -> Mapping[str, str] | None:
         """Return the trace context of a request; vLLM has it if its own spans are on."""

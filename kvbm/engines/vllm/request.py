@@ -51,15 +51,18 @@ class VllmRequest:
         """Return how many of the first `limit` tokens can be kept or looked up."""
         return limit if self.media is None else min(limit, self.media.certain_tokens())
 
-    def hint(self) -> object:
-        """Return the hint of the client for kvbm: in `kv_transfer_params`, else in the first action of `kv_hints` that
-        is for kvbm. Checked by the leader."""
-        params = self.request.kv_transfer_params
-        if isinstance(params, dict) and "kvbm" in params:
-            return params["kvbm"]
-        envelope = getattr(self.request, "kv_hints", None)
-        actions = () if envelope is None else envelope.actions
-        return next((one.payload for one in actions if one.action_type == HINT_ACTION), None)
+
+def hint_of(request: Request) -> tuple[object, object]:
+    """Return the hint of the client for kvbm, and the session that vLLM knows; None for what the request has not.
+
+    The hint is in `kv_transfer_params`, else in the first action of `kv_hints` that is for kvbm. The leader checks it.
+    """
+    params, session = request.kv_transfer_params, getattr(request, "session_id", None)
+    if isinstance(params, dict) and "kvbm" in params:
+        return params["kvbm"], session
+    envelope = getattr(request, "kv_hints", None)
+    actions = () if envelope is None else envelope.actions
+    return next((one.payload for one in actions if one.action_type == HINT_ACTION), None), session
 
 
 def prompt_hashes(

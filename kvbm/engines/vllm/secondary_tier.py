@@ -24,8 +24,12 @@ them to this tier. It continues when vLLM resets its offloading while its device
 in it, and none is left in its prefix cache. All that comes later was computed later. What a copy under way still
 writes into host memory, vLLM has forgotten by then.
 
-vLLM names a request, and says nothing else of it. So `on_new_request` of the connector is wrapped: blocks of adapters
-and media, whose names are the clients', and of requests whose hashes do not name their blocks, are not kept.
+vLLM names a request, and says nothing else of it. So `on_new_request` of the connector is wrapped. What is not kept:
+
+    blocks of an adapter                                its name says nothing of its weights
+    blocks from the first image, sound or video on      clients choose their names; the text in front is kept
+    blocks of requests whose hashes do not name them    see `is_named`
+    new blocks of a request with a hint that demotes    its client will not need them again
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ from kvbm.engines.vllm.beginning import log_as_vllm_does, refuse_rival
 from kvbm.engines.vllm.engine_facts import VllmFacts
 from kvbm.engines.vllm.flags import OFFLOADING_CONNECTOR, TIER
 from kvbm.engines.vllm.identity import identity
-from kvbm.engines.vllm.request import is_named
+from kvbm.engines.vllm.request import hint_of, is_named
 from kvbm.engines.vllm.weight_updates import watch
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import BlockLayout
@@ -75,6 +79,7 @@ CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 PLACE = f"secondary_tiers.{KEY}"
 GROUP_BYTES = 4  # of a key: the index of the KV cache group, after the block hash
 STORE_LIMIT_S = 2.0  # without a block that moves, until a store is given up
+UNLIMITED = 1 << 62
 FIND_LIMIT_S = 1.0  # from the first question of a request to the shared store
 COPYING_THREADS = 2
 POLL_S = 0.0005
@@ -90,10 +95,16 @@ _Tier: Any = getattr(_interface, "SecondaryTierManager", object)
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request that may use the cache. `found`: its blocks that could be read. `failed`: keys whose load has failed.
-    `first`: the first key of the open question, for which vLLM waits. `asked`: keys for which the shared store was
-    asked, and those before them; no question is open or begins after `end_s`."""
+    """A request that may use the cache. Of its tokens, only the first `named_tokens` are in blocks that have names, and
+    the first `kept_tokens` in blocks that are kept.
 
+    `found`: its blocks that could be read. `failed`: keys whose load has failed. `first`: the first key of the open
+    question, for which vLLM waits. `asked`: keys for which the shared store was asked, and those before them; no
+    question is open or begins after `end_s`.
+    """
+
+    named_tokens: int
+    kept_tokens: int
     found: int = 0
     failed: set[bytes] = field(default_factory=set)
     asked: set[bytes] = field(default_factory=set)
@@ -211,8 +222,11 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     @contained()
     def note_request(self, request: Request) -> None:
         """Note a request that arrives, before vLLM asks for its blocks."""
-        if is_named(request) and request.lora_request is None and not getattr(request, "mm_features", None):
-            self._requests[request.request_id] = _Tracked()
+        if is_named(request) and request.lora_request is None:
+            named = min((one.mm_position.offset for one in request.mm_features or ()), default=UNLIMITED)
+            hint = self._leader.read_hint(*hint_of(request))
+            demotes = hint is not None and hint.demotes
+            self._requests[request.request_id] = _Tracked(named, 0 if demotes else named)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Return whether a block can be read. vLLM asks for one block after the other; the answers for those that
@@ -234,15 +248,20 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
     def _looked_up(self, request: _Tracked, key: bytes, req_context: Any) -> Any:
         if self.boundary.is_off or self._cause or key in request.failed:
             return _MISS
-        is_readable, now_s = self._leader.readable([key]), time.monotonic()
+        positions = _positions(req_context)
+        if positions.get(key, UNLIMITED) > request.named_tokens:
+            return _MISS
+        is_readable, now_s = self._leader.contains(key), time.monotonic()
         may_ask = self._config.tiers.shared is not None and key not in request.asked
         if not is_readable and not (may_ask and now_s < (request.end_s or now_s + FIND_LIMIT_S)):
             return _MISS
-        keys = list(_positions(req_context))
+        keys = list(positions)
+        if request.named_tokens < UNLIMITED:
+            keys = [one for one in keys if positions[one] <= request.named_tokens]
         at = keys.index(key) if key in keys else len(keys)
         following = keys[at:] or [key]
         if is_readable:
-            found = self._leader.readable(following)
+            found = 1 + self._leader.readable(following[1:])
             self._readable.update(following[:found])
             request.found = max(found, request.found)
             return _HIT
@@ -281,11 +300,14 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         job.request_id = metadata.req_context.req_id
         positions = _positions(metadata.req_context)
         moves = [(key, int(row)) for key, row in zip(metadata.keys, metadata.chunk_ids, strict=True)]
+        request = self._requests.get(job.request_id)
+        if not is_load and request is not None:
+            moves = [move for move in moves if positions.get(move[0], UNLIMITED) <= request.kept_tokens]
         moves.sort(key=lambda move: positions.get(move[0], 0))  # vLLM stores a set; the order of a chain counts
         job.keys, job.rows = [key for key, _ in moves], [row for _, row in moves]
         if any(not 0 <= row < len(self._rows) for row in job.rows):
             raise InvariantError(f"job {job.job_id} of vLLM has the rows {job.rows[:8]} of {len(self._rows)}")
-        if self.boundary.is_off or self._cause or job.request_id not in self._requests:
+        if self.boundary.is_off or self._cause or request is None or not moves:
             return
         ask = self._leader.read if is_load else partial(self._leader.write, waits_for_shared=True)
         job.question = ask(job.keys, partial(self._lend, job))
@@ -370,12 +392,13 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
 
     @contained()
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget a request. Its blocks become recent: vLLM does not say when it uses one in its host memory."""
+        """Forget a request. Its blocks become recent, unless its client demotes them: vLLM does not say when it uses
+        one in its host memory."""
         request = self._requests.pop(req_context.req_id, None)
         if request is not None and not self.boundary.is_off:
             request.end_question()
             keys = list(_positions(req_context))
-            self._leader.note_request(keys[:SLICE_BLOCKS], request.found, len(keys))
+            self._leader.note_request(keys[:SLICE_BLOCKS] if request.kept_tokens else [], request.found, len(keys))
 
     @contained()
     def drain_jobs(self) -> None:

