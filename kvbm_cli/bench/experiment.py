@@ -27,7 +27,6 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, NoRoomInG1, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.load.drive import DriveResult, drive
 from kvbm_cli.bench.metrics.sampler import Sampler
-from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
 from kvbm_cli.bench.result.directory import (
     LEFT_OUT,
@@ -252,7 +251,7 @@ class PreparedExperiment:
 
     def _measured(
         self, engines: Mapping[str, RunningEngine], group: _Measurements, plan: Plan
-    ) -> tuple[DriveResult, dict[str, ServerSummary]]:
+    ) -> tuple[DriveResult, dict[str, dict[str, Any]]]:
         """Send all requests while the server metrics are sampled."""
         start_ns = time.perf_counter_ns()
         files = {name: self._directory.run(run) / SERVER_METRICS for name, run in group.runs.items()}
@@ -297,7 +296,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
 
 
 def _run_line(
-    name: str, engine: RunningEngine, group: _Measurements, result: DriveResult, server: ServerSummary
+    name: str, engine: RunningEngine, group: _Measurements, result: DriveResult, server: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "run": group.runs[name],
@@ -310,6 +309,6 @@ def _run_line(
         "duration_s": result.duration_s,
         "startup_s": engine.startup_s,
         "client": result.health.to_json(),
-        "server": server.to_json(),
+        "server": server,
         "engine_ended": engine.has_ended(),
     }
