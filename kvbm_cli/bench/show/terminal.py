@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
 from kvbm_cli.bench.result.results import ALL, LOADED, TIERS, RequestRecord
-from kvbm_cli.bench.show.sections import caveats_in
+from kvbm_cli.bench.show.elements import caveats_in
 from kvbm_cli.terminal.printable import printable
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, duration
