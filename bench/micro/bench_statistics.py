@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from kvbm_cli.bench.judge.estimates import compare_percentiles, share_of_possible_gain
-from kvbm_cli.bench.judge.paired import PairedRatio, direction, is_tight, paired_ratio
+from kvbm_cli.bench.judge.paired import PairedRatio, is_tight, paired_ratio
+from kvbm_cli.bench.judge.verdict import direction
 
 Samples = dict[int, dict[int, list[float]]]
 Pairs = dict[int, dict[int, list[tuple[float, float]]]]

@@ -19,7 +19,6 @@ import itertools
 import math
 import random
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from kvbm.errors import KvbmError, ProfileError, UsageError
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
-from kvbm_cli.profile.import_command import examined_command, import_words, notes_of
+from kvbm_cli.profile.import_command import examined_command, notes_of
 from kvbm_cli.profile.machine_problems import problems_here, require_none
 from kvbm_cli.profile.preflight import check, examine_here
 from kvbm_cli.profile.resolve import resolve_to_start
@@ -264,8 +263,9 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
         if BASELINE in taken:
             raise UsageError("`--compare baseline` is given twice")
         return Arm(BASELINE, "baseline", measured)
+    notes: list[str] = []
     if (command := _command_in(text)) is not None:
-        resolved, is_baseline = _started_by(command["command"])
+        resolved, is_baseline, notes = _started_by(command["command"])
     else:
         is_baseline = text.startswith(BASELINE_OF)
         resolved = _profile_to_compare(text.removeprefix(BASELINE_OF))
@@ -273,7 +273,7 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
     _require_comparable(measured, resolved)
     found = {key: (one.value, another.value) for key, one, another in differences(measured, resolved)}
     name = free_name((command and command["name"]) or resolved.name, (*RESERVED, *taken))
-    for note in () if command is None else notes_of(import_words(shlex.split(command["command"]))):
+    for note in notes:
         if not (is_baseline and _PUT_BACK.match(note)):
             print_note(f"note: arm {name}: {note}")
     return Arm(name, "baseline" if is_baseline else "profile", resolved, differences=found)
@@ -284,17 +284,18 @@ def _command_in(text: str) -> re.Match[str] | None:
     return None if text.endswith((".yaml", ".yml")) else _COMMAND.fullmatch(text)
 
 
-def _started_by(command: str) -> tuple[ResolvedProfile, bool]:
-    """Return the profile of a command line, and whether it is without kvbm. ProfileError for its mistakes, UsageError
-    for a cache that the arm would not have."""
-    examined, has_kvbm = examined_command(command)
+def _started_by(command: str) -> tuple[ResolvedProfile, bool, list[str]]:
+    """Return the profile of a command line, whether it is without kvbm, and what the profile does not carry over.
+    ProfileError for its mistakes, UsageError for a cache that the arm would not have."""
+    examined, start = examined_command(command)
+    has_kvbm = start.launch.has_kvbm
     if not has_kvbm and (flag := _FLAG_OF_A_CACHE.search(command)) is not None:
         hint = "configure it by `--kv-transfer-config`, or start the engine and compare with `NAME=http://HOST:PORT`"
         raise UsageError(f"an arm of `--compare` cannot have a cache by `{flag[0]}`: kvbm sets this flag", hint=hint)
     if examined.mistakes:
         raise together(examined.mistakes)
     assert examined.resolved is not None, "a profile without mistakes is resolved"
-    return examined.resolved, not has_kvbm
+    return examined.resolved, not has_kvbm, notes_of(start)
 
 
 def _profile_to_compare(compare: str) -> ResolvedProfile:

@@ -6,8 +6,9 @@ import contextlib
 import json
 import shlex
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -57,6 +58,9 @@ INTERRUPTED_EXIT_CODE = 130
 SURROUNDINGS = ("command", "profile", "machine", "versions", "prices")
 UNKNOWN_SURROUNDINGS = "summary.json was missing: the profile, the machine and the versions are unknown"
 DEFAULT_WORKLOAD = "conversations"
+# Of a request: the flags of fields with another name, and the fields that do not change what is sent.
+FLAGS = {"profiles": "--profile", "overrides": "--set", "workloads": "--workload", "duration_s": "--duration"}
+NOT_REPEATED = ("schedule", "output", "resume", "has_floor", "is_dry_run", "as_json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +85,12 @@ class BenchRequest:
 
     def words(self) -> list[str]:
         """Return the command line that sends the same requests; without the directory of the output."""
-        schedule = self.schedule
-        options: list[tuple[str, Sequence[object]]] = [
-            ("--profile", self.profiles),
-            ("--set", self.overrides),
-            ("--compare", self.compare),
-            ("--ca-file", [self.ca_file]),
-            ("--workload", self.workloads),
-            ("--pressure", [self.pressure]),
-            ("--find-limit", [self.find_limit]),
-            ("--sweep", [self.sweep]),
-            ("--price", [self.price]),
-            ("--rate", [schedule.rate]),
-            ("--ramp-to", [schedule.ramp_to]),
-            ("--burstiness", [schedule.burstiness]),
-            ("--concurrency", [schedule.concurrency]),
-            ("--endpoint", [schedule.endpoint]),
-            ("--duration", [schedule.duration_s]),
-            ("--pairs", [schedule.pairs]),
-        ]
-        given = [(flag, value) for flag, values in options for value in values if value is not None]
-        words = [word for flag, value in given for word in (flag, without_secrets(f"{value}"))]
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in NOT_REPEATED}
+        words: list[str] = []
+        for name, values in {**given, **asdict(self.schedule)}.items():
+            flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+            for value in values if isinstance(values, list | tuple) else [values]:
+                words += [] if value is None else [flag, without_secrets(f"{value}")]
         return ["kvbm", "bench", *words, *(() if self.has_floor else ("--no-floor",))]
 
 
@@ -190,15 +179,9 @@ def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
     if not must_know:
         return None
     print_note(f"starting {arm.name} to read the size of its G1")
-    with contextlib.ExitStack() as stack:
-        log = Path(stack.enter_context(_temporary_directory()))
-        return stack.enter_context(ArmEngines(comparison)(arm.name, log, None)).control().g1_tokens()
-
-
-def _temporary_directory() -> contextlib.AbstractContextManager[str]:
-    import tempfile
-
-    return tempfile.TemporaryDirectory(prefix="kvbm-bench-")
+    engines = ArmEngines(comparison)
+    with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as log, engines(arm.name, Path(log), None) as engine:
+        return engine.control().g1_tokens()
 
 
 def _setup(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:

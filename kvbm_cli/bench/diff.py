@@ -17,8 +17,8 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench.judge.answers import answers_in
 from kvbm_cli.bench.judge.compared import pairs_of, ratio_data
 from kvbm_cli.bench.judge.correctness import OutputDifference, compare_answers, pooled
-from kvbm_cli.bench.judge.paired import PairedRatio, direction, paired_ratio
-from kvbm_cli.bench.judge.verdict import Verdict, worst_of
+from kvbm_cli.bench.judge.paired import PairedRatio, paired_ratio
+from kvbm_cli.bench.judge.verdict import Verdict, direction, worst_of
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory
 from kvbm_cli.bench.result.results import CellResult, Results, rounded
 from kvbm_cli.terminal.console import print_json
@@ -75,7 +75,7 @@ class ArmChange:
 
     @property
     def verdict(self) -> Verdict:
-        return Verdict.INVALID if self.ratio is None else Verdict(direction(self.ratio).value)
+        return Verdict.INVALID if self.ratio is None else direction(self.ratio)
 
     def to_json(self) -> dict[str, Any]:
         return {

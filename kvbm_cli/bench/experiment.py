@@ -27,7 +27,6 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, NoRoomInG1, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.load.drive import DriveResult, drive
 from kvbm_cli.bench.metrics.sampler import Sampler
-from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
 from kvbm_cli.bench.result.directory import (
     LEFT_OUT,
@@ -47,9 +46,9 @@ SMALLEST_ROOM_TOKENS = 8192
 
 
 class ExperimentProgress(Protocol):
-    """Receives the progress of an experiment. `remaining_s` is the time left after this phase, if it is known."""
+    """Receives the progress of an experiment."""
 
-    def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None: ...
+    def phase(self, text: str) -> None: ...
     def request_ended(self, record: RequestRecord) -> None: ...
 
 
@@ -111,7 +110,6 @@ class PreparedExperiment:
     ) -> None:
         self._setup, self._engines, self._directory, self._progress = setup, engines, directory, progress
         self._done = done
-        self._startup_s: float | None = None
         self._no_room: tuple[int, NoRoomInG1] | None = None  # tokens that do not fit into G1, and the reason
 
     def prepare(self) -> None:
@@ -142,7 +140,6 @@ class PreparedExperiment:
         self._progress.phase("preparation: starting the engine")
         with ExitStack() as stack:
             engine = self._recording(stack, _room(cells))
-            self._startup_s = engine.startup_s
             preparations: dict[str, Preparation] = {}
             for cell in cells:
                 path = PATHS[cell.workload.endpoint]
@@ -215,7 +212,7 @@ class PreparedExperiment:
                 return
             group = replace(group, runs={name: group.runs[name] for name in engines})
             text = f"{group.place}: {', '.join(engines)}, {len(plan.requests) * len(engines)} requests"
-            self._progress.phase(text, expected_s=plan.duration_s)
+            self._progress.phase(text)
             result, servers = self._measured(engines, group, plan)
             for name, engine in engines.items():
                 self._directory.append(RUNS, _run_line(name, engine, group, result, servers[name]))
@@ -231,17 +228,16 @@ class PreparedExperiment:
         room, floor = NeededRoom(plan.total_tokens, plan.session_count), self._setup.comparison.floor
         if self._no_room is not None and floor is not None and name == floor.name and room.tokens >= self._no_room[0]:
             raise self._no_room[1]
-        self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
+        self._progress.phase(f"{group.place}: starting {name}")
         try:
             engine = stack.enter_context(self._engines(name, self._directory.run(group.runs[name]), room))
         except NoRoomInG1 as error:
             self._lacks_room(room, error)
             raise
-        self._startup_s = engine.startup_s
         if engine.next_engine is not None:
             self._progress.phase(f"{group.place}: a first engine of {name} fills the shared tier")
             send_all(engine, plan)
-            self._progress.phase(f"{group.place}: starting {name} again", expected_s=self._startup_s)
+            self._progress.phase(f"{group.place}: starting {name} again")
             engine = stack.enter_context(engine.next_engine())
             warm_up(engine, plan)
             return engine
@@ -252,7 +248,7 @@ class PreparedExperiment:
 
     def _measured(
         self, engines: Mapping[str, RunningEngine], group: _Measurements, plan: Plan
-    ) -> tuple[DriveResult, dict[str, ServerSummary]]:
+    ) -> tuple[DriveResult, dict[str, dict[str, Any]]]:
         """Send all requests while the server metrics are sampled."""
         start_ns = time.perf_counter_ns()
         files = {name: self._directory.run(run) / SERVER_METRICS for name, run in group.runs.items()}
@@ -297,7 +293,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
 
 
 def _run_line(
-    name: str, engine: RunningEngine, group: _Measurements, result: DriveResult, server: ServerSummary
+    name: str, engine: RunningEngine, group: _Measurements, result: DriveResult, server: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "run": group.runs[name],
@@ -310,6 +306,6 @@ def _run_line(
         "duration_s": result.duration_s,
         "startup_s": engine.startup_s,
         "client": result.health.to_json(),
-        "server": server.to_json(),
+        "server": server,
         "engine_ended": engine.has_ended(),
     }

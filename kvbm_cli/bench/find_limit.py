@@ -268,8 +268,7 @@ class _LimitSearch:
     def _probe(self, rate: float) -> tuple[tuple[RequestRecord, ...], ClientHealth]:
         self._probes += 1
         plan = at_rate(self._plan, rate)
-        text = f"{self._arm}, probe {self._probes}: {rate:.3g} requests/s"
-        self._progress.phase(text, expected_s=plan.duration_s)
+        self._progress.phase(f"{self._arm}, probe {self._probes}: {rate:.3g} requests/s")
         if not self._engine.try_reset():
             raise EngineError(f"the engine of arm {self._arm} did not empty its cache")
         if self._engine.has_ended():

@@ -6,12 +6,13 @@ computes so many tokens less. Time becomes money with the price of an accelerato
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
 from kvbm_cli.bench.result.cost import GB, HOURS_PER_MONTH
+from kvbm_cli.terminal.console import table
 
 NOTABLE_GAIN = 0.005  # of the hit rate
 
@@ -24,9 +25,18 @@ class Curve:
     sizes: tuple[float, ...] | None
     rates: dict[str, list[float]]
 
-    def shown_rates(self) -> list[tuple[str, ...]]:
-        """Return the hit rates of each capacity as text, one per eviction."""
-        return [tuple(f"{rate:.1%}" for rate in of_one) for of_one in zip(*self.rates.values(), strict=True)]
+    def rows(self, *columns: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return a row per capacity: what `columns` have of it, and its hit rates, one per eviction."""
+        shown = ([f"{rate:.1%}" for rate in rates] for rates in self.rates.values())
+        return list(zip(*columns, *shown, strict=True))
+
+    def as_data(self, key: str, capacities: Sequence[int]) -> list[dict[str, Any]]:
+        """Return every point. `key` names the unit of the capacities."""
+        return [
+            {"policy": policy, key: capacity, "hit_rate": rate}
+            for policy, rates in self.rates.items()
+            for capacity, rate in zip(capacities, rates, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +125,36 @@ def _about_eviction(curve: Curve) -> str:
     return f"`adaptive` gains most with {curve.names[best]}: {adaptive[best]:.1%} instead of {lru[best]:.1%}."
 
 
-def as_data(curve: Curve, prompts: Prompts, prices: Prices | None) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompts.prompt_tokens,
-        "prefill_tokens_per_s": prompts.prefill_tokens_per_s,
-        "gains": [
-            {
-                "less": curve.names[one.less],
-                "more": curve.names[one.more],
-                "policy": one.eviction,
-                "hit_rates": list(one.hit_rates),
-                "saved_prefill_s": one.saved_s,
-                "pays_from_requests_per_hour": one.pays_from,
-            }
-            for one in gains(curve, prompts, prices)
-        ],
-    }
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """What is printed of a trace, or of an engine. `columns` are the capacities in its table by the heads of columns,
+    `data` is what its JSON has first."""
+
+    head: str
+    curve: Curve
+    prompts: Prompts
+    columns: Mapping[str, Sequence[str]]
+    data: Mapping[str, Any]
+
+    def text(self, prices: Prices | None) -> str:
+        rows = [(*self.columns, *self.curve.rates), *self.curve.rows(*self.columns.values())]
+        found = table(rows, right=tuple(range(len(rows[0]))))
+        return "\n".join([self.head, "", found, "", *sentences(self.curve, self.prompts, prices)])
+
+    def as_data(self, prices: Prices | None) -> dict[str, Any]:
+        return {
+            **self.data,
+            "prompt_tokens": self.prompts.prompt_tokens,
+            "prefill_tokens_per_s": self.prompts.prefill_tokens_per_s,
+            "gains": [
+                {
+                    "less": self.curve.names[one.less],
+                    "more": self.curve.names[one.more],
+                    "policy": one.eviction,
+                    "hit_rates": list(one.hit_rates),
+                    "saved_prefill_s": one.saved_s,
+                    "pays_from_requests_per_hour": one.pays_from,
+                }
+                for one in gains(self.curve, self.prompts, prices)
+            ],
+        }

@@ -67,6 +67,7 @@ def plan(
     from kvbm_cli.bench.trace.command import parse_policies, token_bytes, trace_format
     from kvbm_cli.plan import command as body
 
+    body.require_one_source(run, url, trace)
     prices = body.prices_of(memory_price, engine_price)
     if trace is None:
         of_traces = {"capacity-blocks": capacity_blocks, "exact": exact, "model": model, "prefill-rate": prefill_rate}
@@ -75,11 +76,7 @@ def plan(
         from kvbm_cli.plan.live import show_live
         from kvbm_cli.top.watched import of_runs, of_url
 
-        if run is not None and url is not None:
-            raise body.one_source()
         return show_live(of_runs(run) if url is None else of_url(url), prices, html=html, as_json=json)
-    if run is not None or url is not None:
-        raise body.one_source()
     request = body.PlanRequest(
         file=trace,
         form=trace_format(block_tokens, time_scale, column or [], turns, limit, sessions),

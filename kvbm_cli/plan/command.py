@@ -5,23 +5,23 @@ Starts no engine. See `bench/trace/hit_rates.py` for what is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from kvbm.config.sizes import format_size
 from kvbm.core.shadow_caches import TRACKED_BLOCKS
 from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
+from kvbm_cli.bench.show.page import write_page
 from kvbm_cli.bench.trace.analysis import Report, collect
 from kvbm_cli.bench.trace.hit_rates import Simulation
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
-from kvbm_cli.plan import advice
-from kvbm_cli.plan.advice import Curve, Prices, Prompts
-from kvbm_cli.terminal.console import print_data, print_json, table
+from kvbm_cli.plan.advice import CapacityPlan, Curve, Prices, Prompts
+from kvbm_cli.plan.page import page
+from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 PROGRESS_AFTER_S = 2.0
@@ -40,27 +40,6 @@ class PlanRequest:
     bytes_per_token: int | None
     prefill_tokens_per_s: float | None = None
     prices: Prices | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityPlan:
-    """`rates[policy][i]` is the hit rate with `capacities[i]`. `prompt_tokens` is the mean length of a prompt."""
-
-    capacities: tuple[int, ...]
-    rates: dict[str, list[float]]
-    requests: int
-    unique_blocks: int
-    simulated_blocks: int
-    prompt_tokens: float = 0.0
-
-    def curve(self, request: PlanRequest) -> Curve:
-        if request.bytes_per_token is None:
-            return Curve(tuple(f"{capacity:,} blocks" for capacity in self.capacities), None, self.rates)
-        sizes = tuple(_bytes(capacity, request) for capacity in self.capacities)
-        return Curve(tuple(map(format_size, sizes)), sizes, self.rates)
-
-    def prompts(self, request: PlanRequest) -> Prompts:
-        return Prompts(self.prompt_tokens, request.prefill_tokens_per_s)
 
 
 def parse_capacities(text: str | None) -> tuple[int, ...]:
@@ -93,71 +72,56 @@ def require_trace_for(options: Mapping[str, object]) -> None:
             raise UsageError(f"`--{name}` is for a trace", hint="add `--trace FILE`, or remove it")
 
 
-def one_source() -> UsageError:
-    return UsageError("`RUN`, `--url` and `--trace` exclude each other", hint="give one of them")
+def require_one_source(*sources: object) -> None:
+    if sum(source is not None for source in sources) > 1:
+        raise UsageError("`RUN`, `--url` and `--trace` exclude each other", hint="give one of them")
 
 
 def show_plan(request: PlanRequest, *, html: Path | None, as_json: bool) -> int:
     request = replace(request, form=TraceReader(request.file, request.form).form)  # as the file is written
     with ProgressDisplay("plan", delay_s=PROGRESS_AFTER_S) as progress:
         plan = make_plan(request, progress.report)
-    curve = plan.curve(request)
-    lines = advice.sentences(curve, plan.prompts(request), request.prices)
     if html is not None:
-        from kvbm_cli.plan.page import PlanSection, write_page
-
-        write_page(html, [PlanSection(_facts(plan, request)[0], curve, lines)])
+        write_page(html, page([plan], request.prices))
     if as_json:
-        print_json(as_data(plan, request))
+        print_json(plan.as_data(request.prices))
     else:
-        print_data("\n".join([*_facts(plan, request), "", _table(plan, request), "", *lines]))
+        print_data(plan.text(request.prices))
     return 0
 
 
 def make_plan(request: PlanRequest, report: Report = lambda phase: None) -> CapacityPlan:
     trace = collect(TraceReader(request.file, request.form), report=report)
-    uses = trace.timed_uses()
-    tree = trace.tree
+    uses, tree = trace.timed_uses(), trace.tree
     unique = len(tree) - 1
-    tracked = unique if request.is_exact else TRACKED_BLOCKS
-    simulation = Simulation(tree, uses, tracked=tracked, report=report)
+    simulation = Simulation(tree, uses, tracked=unique if request.is_exact else TRACKED_BLOCKS, report=report)
     capacities = request.capacities or simulation.capacities()
-    rates = simulation.rates(request.policies, capacities)
-    prompt_tokens = fmean(tree.depth_tokens[one.use.prompt] for one in uses)
-    return CapacityPlan(capacities, rates, len(uses), unique, simulation.simulated_blocks, prompt_tokens)
+    curve = curve_of(capacities, simulation.rates(request.policies, capacities), request)
+    simulated = simulation.simulated_blocks
+    about = "" if simulated == unique else f", {simulated:,} of them simulated"
+    return CapacityPlan(
+        f"{one_line(request.file.name)}: {len(uses):,} requests, {unique:,} different blocks of "
+        f"{request.form.block_tokens} tokens{about}",
+        curve,
+        Prompts(fmean(tree.depth_tokens[one.use.prompt] for one in uses), request.prefill_tokens_per_s),
+        {
+            "blocks": [f"{capacity:,}" for capacity in capacities],
+            **({"size": curve.names} if curve.sizes is not None else {}),
+        },
+        {
+            "file": request.file.name,
+            "requests": len(uses),
+            "unique_blocks": unique,
+            "simulated_blocks": simulated,
+            "block_tokens": request.form.block_tokens,
+            "curve": curve.as_data("capacity_blocks", capacities),
+        },
+    )
 
 
-def as_data(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
-    return {
-        "file": request.file.name,
-        "requests": plan.requests,
-        "unique_blocks": plan.unique_blocks,
-        "simulated_blocks": plan.simulated_blocks,
-        "block_tokens": request.form.block_tokens,
-        "curve": [
-            {"policy": policy, "capacity_blocks": capacity, "hit_rate": rate}
-            for policy, rates in plan.rates.items()
-            for capacity, rate in zip(plan.capacities, rates, strict=True)
-        ],
-        **advice.as_data(plan.curve(request), plan.prompts(request), request.prices),
-    }
-
-
-def _facts(plan: CapacityPlan, request: PlanRequest) -> list[str]:
-    simulated = "" if plan.simulated_blocks == plan.unique_blocks else f", {plan.simulated_blocks:,} of them simulated"
-    return [
-        f"{one_line(request.file.name)}: {plan.requests:,} requests, {plan.unique_blocks:,} different blocks of "
-        f"{request.form.block_tokens} tokens{simulated}",
-    ]
-
-
-def _table(plan: CapacityPlan, request: PlanRequest) -> str:
-    rows = [("blocks", *(["size"] if request.bytes_per_token else []), *plan.rates)]
-    for capacity, rates in zip(plan.capacities, plan.curve(request).shown_rates(), strict=True):
-        size = [format_size(_bytes(capacity, request))] if request.bytes_per_token else []
-        rows.append((f"{capacity:,}", *size, *rates))
-    return table(rows, right=tuple(range(len(rows[0]))))
-
-
-def _bytes(capacity: int, request: PlanRequest) -> int:
-    return capacity * request.form.block_tokens * (request.bytes_per_token or 0)
+def curve_of(capacities: Sequence[int], rates: dict[str, list[float]], request: PlanRequest) -> Curve:
+    """Return the curve over capacities in blocks, named by their bytes if the bytes of a token are known."""
+    if request.bytes_per_token is None:
+        return Curve(tuple(f"{capacity:,} blocks" for capacity in capacities), None, rates)
+    sizes = tuple(capacity * request.form.block_tokens * request.bytes_per_token for capacity in capacities)
+    return Curve(tuple(map(format_size, sizes)), sizes, rates)

@@ -6,15 +6,11 @@ It looks like the report of `kvbm bench`, requires neither scripts nor network, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvbm.errors import EnvironmentProblem, reason_of
-from kvbm_cli.bench.show.elements import ReportTable, prose, render
+from kvbm_cli.bench.show.elements import ReportTable, render
 from kvbm_cli.bench.show.page import page_files, policy
-from kvbm_cli.plan.advice import Curve
-from kvbm_cli.system.filesystem import write_atomically
+from kvbm_cli.plan.advice import CapacityPlan, Curve, Prices, sentences
 
 WIDTH, HEIGHT = 720, 300
 LEFT, BOTTOM, TOP, RIGHT = 50, 40, 15, 30
@@ -23,24 +19,7 @@ COLOURS = ("var(--arm-1)", "var(--arm-0)")
 LINES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of hit rates
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSection:
-    """What the page says of a trace, or of an engine."""
-
-    title: str
-    curve: Curve
-    sentences: Sequence[str]
-
-
-def write_page(path: Path, sections: Sequence[PlanSection]) -> None:
-    """Write the page atomically. Raises EnvironmentProblem."""
-    try:
-        write_atomically(path, page(sections))
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot write `{path}`: {reason_of(error)}") from None
-
-
-def page(sections: Sequence[PlanSection]) -> str:
+def page(plans: Sequence[CapacityPlan], prices: Prices | None) -> str:
     _, style = page_files()
     return render(
         "plan/plan.html.j2",
@@ -48,19 +27,16 @@ def page(sections: Sequence[PlanSection]) -> str:
         policy=policy([], style),
         style=style,
         scripts=[],
-        sections=[_section(one) for one in sections],
+        sections=[
+            {
+                "title": plan.head,
+                "chart": chart(plan.curve),
+                "table": ReportTable("Hit rates", ("capacity", *plan.curve.rates), plan.curve.rows(plan.curve.names)),
+                "sentences": sentences(plan.curve, plan.prompts, prices),
+            }
+            for plan in plans
+        ],
     )
-
-
-def _section(one: PlanSection) -> dict[str, Any]:
-    curve = one.curve
-    rows = [(name, *rates) for name, rates in zip(curve.names, curve.shown_rates(), strict=True)]
-    return {
-        "title": one.title,
-        "chart": chart(curve),
-        "table": ReportTable("Hit rates", ("capacity", *curve.rates), rows),
-        "sentences": [prose(sentence) for sentence in one.sentences],
-    }
 
 
 def chart(curve: Curve) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,29 +47,26 @@ def _recognised(given: str | Sequence[str], name: str) -> Imported:
     return replace(found, missing=())
 
 
-def examined_command(command: str) -> tuple[Examined, bool]:
+def examined_command(command: str) -> tuple[Examined, Imported]:
     """Read the command line of an arm, which keeps the connector and the LMCACHE_* variables of another cache.
 
-    Returns its profile with all mistakes, and whether its cache is kvbm's. UsageError if its words cannot be split,
-    ProfileError as `import_words`.
+    Returns its profile with all mistakes, and what was read. No shell has read the command, so it is read as a script:
+    a variable that it does not set is not carried over. ProfileError as `import_words`.
     """
-    try:
-        start = import_words(shlex.split(command))
-    except ValueError as error:
-        raise UsageError(f"cannot read the words of `{shown(command)}`: {error}") from None
+    start = _recognised(command, COMMAND)
     has_kvbm, connector = start.launch.has_kvbm, start.connector
     document, mistakes = parse_document(start.text, label=COMMAND)
     added: dict[str, object] = {}
     if not has_kvbm:
         if not isinstance(connector, dict | None):
             raise UsageError(f"`--kv-transfer-config` must be a JSON object, not `{shown(str(connector))}`")
-        given = start.launch.environment.items()
+        given = {name: word for name, word in start.launch.environment.items() if not word.unknown}
         added["engine"] = {
-            "environment": {name: word.replace("$", "$$") for name, word in given if name.startswith("LMCACHE_")},
+            "environment": {n: word.replace("$", "$$") for n, word in given.items() if n.startswith("LMCACHE_")},
             "arguments": {"kv_transfer_config": connector} if connector else {},
         }
     if "tiers" not in document:  # without effect: an engine without kvbm has no tiers
         added["tiers"] = {"host": {"capacity": "1GiB"}}
     document = merge(document, parse_document(json.dumps(added), label=COMMAND)[0])
     examined = examine_written(Path("command.yaml"), document, directories=[], variables=os.environ)
-    return replace(examined, mistakes=(*mistakes, *examined.mistakes)), has_kvbm
+    return replace(examined, mistakes=(*mistakes, *examined.mistakes)), start

@@ -67,7 +67,7 @@ def show_catalogue(*, as_json: bool) -> None:
 
 
 def _report(
-    resolved: ResolvedProfile, sizing: Sizing, longest: Sizing | None, needed: Mapping[str, object] | None
+    resolved: ResolvedProfile, sizing: Sizing, longest: Sizing | None, needed: Mapping[str, int] | None
 ) -> list[str]:
     """Return the lines. `longest` has the sequences of maximum length, if those of `sizing` have another one."""
     lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
@@ -105,30 +105,28 @@ def _sequence_lines(sizing: Sizing) -> list[str]:
     ]
 
 
-def _needed(sizing: Sizing, sequences: int, tokens: int) -> dict[str, object]:
+def _needed(sizing: Sizing, sequences: int, tokens: int) -> dict[str, int]:
     """Return the capacity that holds this many sequences of this length."""
     blocks = sequences * sizing.sequence_blocks
     size = sizing.host_bytes(blocks)
     return {"sequences": sequences, "tokens": sequences * tokens, "blocks": blocks, "bytes": size}
 
 
-def _demand_warnings(sizing: Sizing, needed: Mapping[str, object] | None) -> Iterator[str]:
+def _demand_warnings(sizing: Sizing, needed: Mapping[str, int] | None) -> Iterator[str]:
     """Yield warnings. A model with states needs whole sequences: a part of one has no hit."""
     if needed is None or sizing.snapshot is None:
         return
-    blocks, sequences = int(str(needed["blocks"])), int(str(needed["sequences"]))
+    blocks, sequences = needed["blocks"], needed["sequences"]
     if blocks > sizing.host.block_count:
         whole = sizing.host.block_count * sequences // blocks
         yield f"G2 holds {whole:,} of the {sequences:,} sequences, with one snapshot each"
 
 
-def _needed_lines(needed: Mapping[str, object]) -> list[str]:
-    blocks, size = int(str(needed["blocks"])), int(str(needed["bytes"]))
-    gigabytes = -(-size // 10**9)
-    sequences = int(str(needed["sequences"]))
+def _needed_lines(needed: Mapping[str, int]) -> list[str]:
+    gigabytes = -(-needed["bytes"] // 10**9)
     return [
-        f"{int(str(needed['tokens'])):,} tokens in {counted(sequences, 'sequence')} "
-        f"need {counted(blocks, 'block')}, {format_size(size)}:",
+        f"{needed['tokens']:,} tokens in {counted(needed['sequences'], 'sequence')} "
+        f"need {counted(needed['blocks'], 'block')}, {format_size(needed['bytes'])}:",
         f"  tiers.host.capacity: {gigabytes}GB  or DYN_KVBM_CPU_CACHE_GB={gigabytes}",
         f"  tiers.disk.capacity: {gigabytes}GB  or DYN_KVBM_DISK_CACHE_GB={gigabytes}, if there is a disk tier",
     ]

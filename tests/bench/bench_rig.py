@@ -131,12 +131,10 @@ class SilentProgress:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.expected: dict[str, float | None] = {}
         self.records: list[RequestRecord] = []
 
-    def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
+    def phase(self, text: str) -> None:
         self.phases.append(text)
-        self.expected[text] = expected_s
 
     def request_ended(self, record: RequestRecord) -> None:
         self.records.append(record)

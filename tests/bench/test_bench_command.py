@@ -262,37 +262,27 @@ def wait_for_refreshes(terminal: Terminal) -> None:
 def test_elsewhere_than_on_a_terminal_a_phase_is_a_line(capsys):
     with BenchProgress() as progress:
         progress.phase("recording: starting the engine")
-        progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
+        progress.phase("kvbm: 24 requests")
         progress.request_ended(record(12.0))
-    assert capsys.readouterr().err == "recording: starting the engine\nkvbm: 24 requests (90 s left)\n"
+    assert capsys.readouterr().err == "recording: starting the engine\nkvbm: 24 requests\n"
 
 
-def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monkeypatch):
+def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     with BenchProgress() as progress:
-        progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
+        progress.phase("kvbm: 24 requests")
         progress.request_ended(record(12.0))
         progress.request_ended(record(None, "HTTP 503"))
         wait_for_refreshes(terminal)
     text = terminal.getvalue()
-    assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token: kvbm 12 ms · " in text
-    assert " left" in text
-
-
-def test_the_bar_is_green_where_colours_are_wanted(monkeypatch):
-    terminal = on_a_terminal(monkeypatch)
-    monkeypatch.delenv("NO_COLOR")
-    with BenchProgress() as progress:
-        progress.phase("kvbm: 24 requests", expected_s=0.6, remaining_s=0.6)
-        eventually(lambda: "\033[32m━" in terminal.getvalue())
-    assert "\033[32m━" in terminal.getvalue()
+    assert re.search(r"kvbm: 24 requests · 1 answered, 1 failed · first token: kvbm 12 ms · \d+ s so far", text)
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 100])
 def test_the_live_line_never_wraps(width, monkeypatch):
     terminal = on_a_terminal(monkeypatch, columns=width)
     with BenchProgress() as progress:
-        progress.phase("baseline, kvbm, floor: 72 requests", expected_s=600.0, remaining_s=30.0)
+        progress.phase("baseline, kvbm, floor: 72 requests")
         for _ in range(14):
             progress.request_ended(record(1234.0))
         progress.request_ended(record(None, "HTTP 503"))
@@ -301,14 +291,5 @@ def test_the_live_line_never_wraps(width, monkeypatch):
     assert max(len(line) for line in lines) < width
     last = next(line for line in reversed(lines) if line.strip())
     assert "baseline, kvbm" in last
-    assert (" left" in last) == (width >= 60)
+    assert (" so far" in last) == (width >= 60)
     assert ("15 answered" in last or "14 answered, 1 failed" in last) == (width >= 80)
-
-
-def test_time_left_shrinks_and_never_falls_below_what_comes_after_the_phase():
-    with BenchProgress() as progress:
-        assert progress.left_s() is None
-        progress.phase("x", expected_s=0.0, remaining_s=30.0)
-        assert progress.left_s() == 30.0
-        progress.phase("x", expected_s=100.0, remaining_s=30.0)
-        assert 129.0 < progress.left_s() <= 130.0

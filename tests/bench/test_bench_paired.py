@@ -22,11 +22,11 @@ from kvbm_cli.bench.judge.paired import (
     MARGIN,
     TYPICAL_RUN_DEVIATION,
     PairedRatio,
-    direction,
     is_tight,
     noise_of,
     paired_ratio,
 )
+from kvbm_cli.bench.judge.verdict import direction
 from kvbm_cli.bench.load.drive import DriveResult
 from kvbm_cli.bench.load.process import ClientHealth
 from kvbm_cli.bench.result.directory import BenchDirectory

@@ -63,9 +63,9 @@ def test_a_record_agrees_with_the_stamps_of_the_server():
 
 
 def test_connections_are_kept_and_bodies_and_headers_arrive():
-    headers = {"X-Tenant": "a"}
+    headers = {"X-Tenant": "a", "Authorization": "Bearer secret"}
     with OpenAIMock() as mock:
-        target = target_of(mock.url + "/", headers=headers, api_key="secret")
+        target = target_of(mock.url + "/", headers=headers)
 
         async def thrice() -> None:
             async with open_session() as session:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from terminal import assert_said, given_in
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.agentic import read_agent_trace
-from kvbm_cli.bench.lmbenchmark.of_workload import strict_workload
-from kvbm_cli.bench.lmbenchmark.presets import PRESETS
+from kvbm_cli.bench.lmbenchmark.of_workload import PRESETS, strict_workload
 from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.schema import Lmbenchmark
@@ -79,7 +77,7 @@ def test_the_page_lists_the_presets():
     page = Path(__file__).parents[2] / "docs" / "reference" / "lmbenchmark.md"
     rows = re.findall(r"^\| `(\S+)` \| ([0-9][0-9.| ]*) \|$", page.read_text(), re.MULTILINE)
     listed = {scenario: tuple(map(float, cells.split(" | "))) for scenario, cells in rows}
-    assert listed == {name: astuple(preset) for name, preset in PRESETS.items()}
+    assert listed == {name: tuple(preset.values()) for name, preset in PRESETS.items()}
 
 
 READERS = {"bench/transcripts": read_transcripts, "bench/agentic_traces": read_agent_trace}

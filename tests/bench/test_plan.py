@@ -45,29 +45,28 @@ def test_a_sample_is_bounded_and_close():
         assert part == pytest.approx(whole, abs=0.02)
 
 
-def advised(plan, *, prefill=None, prices=None):
-    request = command.PlanRequest(
-        HEAD, TraceFormat(), (), (LRU, ADAPTIVE), True, bytes_per_token=131072, prefill_tokens_per_s=prefill
-    )
-    return advice.sentences(plan.curve(request), plan.prompts(request), prices)
+def advised(capacities, rates, *, prefill=None, prices=None):
+    request = command.PlanRequest(HEAD, TraceFormat(), (), (LRU, ADAPTIVE), True, bytes_per_token=131072)
+    curve = command.curve_of(capacities, rates, request)
+    return advice.sentences(curve, advice.Prompts(12_000, prefill), prices)
 
 
 def test_sentences_say_what_more_memory_gains():
-    plan = command.CapacityPlan((1000, 2000), {LRU: [0.1, 0.44], ADAPTIVE: [0.2, 0.45]}, 10, 9000, 9000, 12_000)
-    assert advised(plan) == [
+    assert advised((1000, 2000), {LRU: [0.1, 0.44], ADAPTIVE: [0.2, 0.45]}) == [
         "With 125.0 GiB instead of 62.5 GiB, 45% instead of 20% of the prompt tokens come from the cache (adaptive).",
         "`adaptive` gains most with 62.5 GiB: 20.0% instead of 10.0%.",
     ]
-    even = command.CapacityPlan((1000,), {LRU: [0.1], ADAPTIVE: [0.1]}, 10, 9000, 9000, 12_000)
-    assert advised(even) == ["`adaptive` gains nothing here, compared with `lru`."]
+    even = {LRU: [0.1], ADAPTIVE: [0.1]}
+    assert advised((1000,), even) == ["`adaptive` gains nothing here, compared with `lru`."]
 
 
 def test_sentences_say_what_the_gain_saves_and_when_it_pays():
-    plan = command.CapacityPlan((1000, 2000), {LRU: [0.2, 0.45]}, 10, 9000, 9000, 12_000)
-    (line,) = advised(plan, prefill=6000)
+    rates = {LRU: [0.2, 0.45]}
+    (line,) = advised((1000, 2000), rates, prefill=6000)
     assert line.endswith("come from the cache (lru): 500 ms less prefill per request on average.")
     # 62.5 GiB are 67.1 GB, 0.276 an hour at 3 a month; half a second of the engine costs 0.000347 at 2.5 an hour
-    (line,) = advised(plan, prefill=6000, prices=advice.Prices(memory_gb_month=3, engine_hour=2.5))
+    prices = advice.Prices(memory_gb_month=3, engine_hour=2.5)
+    (line,) = advised((1000, 2000), rates, prefill=6000, prices=prices)
     assert line.endswith("on average, which pays from 794 requests per hour.")
 
 

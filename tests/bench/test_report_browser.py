@@ -19,8 +19,9 @@ from kvbm_cli.bench.find_limit import ArmLimit, FoundLimits
 from kvbm_cli.bench.judge.limit import Bounds, parse_conditions
 from kvbm_cli.bench.result.directory import LIMIT, PROBES, BenchDirectory
 from kvbm_cli.bench.show.limit_page import build_limit_report
-from kvbm_cli.plan.advice import Curve
-from kvbm_cli.plan.page import PlanSection, write_page
+from kvbm_cli.bench.show.page import write_page
+from kvbm_cli.plan.advice import CapacityPlan, Curve, Prompts
+from kvbm_cli.plan.page import page as page_of_plans
 
 pytestmark = pytest.mark.slow
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -170,7 +171,7 @@ def test_a_sweep_is_drawn(browser, swept, size, scheme):
     with Shown(browser, swept, size, color_scheme=scheme).ready() as shown:
         shown.page.select_option("#workload", "all")
         shown.assert_drawn(2 + 3 * CHARTS_OF_A_CELL)
-        assert shown.page.get_by_role("img", name="ms at").first.is_visible()
+        assert shown.page.get_by_role("img", name="by load").first.is_visible()
         assert not shown.is_too_wide()
         shown.page.emulate_media(media="print")
         shown.page.wait_for_timeout(300)
@@ -288,7 +289,7 @@ def test_twenty_thousand_requests_are_drawn_in_seconds(browser, tmp_path):
 
 def test_the_page_of_a_plan_draws_its_curves(browser, tmp_path):
     curve = Curve(("1 GiB", "2 GiB", "4 GiB"), None, {"lru": [0.1, 0.3, 0.5], "adaptive": [0.2, 0.4, 0.6]})
-    write_page(tmp_path / "plan.html", [PlanSection("a trace", curve, ())])
+    write_page(tmp_path / "plan.html", page_of_plans([CapacityPlan("a trace", curve, Prompts(), {}, {})], None))
     page = browser.new_page()
     page.goto((tmp_path / "plan.html").as_uri())
     for shape, count in (("line", 5), ("path", 2), ("circle", 6), ("text", 10)):

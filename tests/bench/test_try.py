@@ -425,9 +425,21 @@ def test_what_an_arm_by_command_line_lacks_is_listed(capsys):
     comparison_of(("vllm",), (), (f"lmcache={variables} {engine}",))
     found = capsys.readouterr().err
     assert re.findall("note: arm lmcache: not carried over: `([^` ]+)", found) == [
-        *("--config", "--api-key", "LMCACHE_MAX_LOCAL_CPU_SIZE=$SIZE"),
+        *("--config", "--api-key", "LMCACHE_MAX_LOCAL_CPU_SIZE"),
     ]
     assert SECRET not in found
+
+
+def test_a_variable_without_a_value_in_the_command_of_an_arm_is_listed(capsys):
+    command = "x=vllm serve Qwen/Qwen3-8B --seed $SEED --max-model-len ${LENGTH} --served-model-name '$NAME'"
+    with pytest.raises(UsageError, match=r"`engine.arguments.served_model_name` is"):
+        comparison_of(("vllm",), (), (command,))
+    comparison_of(("vllm",), (), (command.rpartition(" --served")[0],))
+    found = capsys.readouterr().err
+    assert re.findall("note: arm x: not carried over: `([^`]+)`", found) == [
+        "--seed $SEED",
+        "--max-model-len ${LENGTH}",
+    ]
 
 
 def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
@@ -442,7 +454,8 @@ def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("lmcache=vllm serve 'x", "cannot read the words"),
+        ("lmcache=vllm serve 'x", "cannot read `command line`: line 1: a quote is not closed"),
+        ("lmcache=vllm serve $MODEL", "`engine.model`"),
         ("vllm serve other/model", "`engine.model` is"),
         ("x=vllm serve Qwen/Qwen3-8B --kv-transfer-config {", "must be a JSON object"),
         ("echo vllm", "starts no engine"),

@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         name="bench-extreme-requests-decide",
         bug="A few extreme requests make an arm faster.",
-        file=PAIRED,
+        file="kvbm_cli/bench/judge/verdict.py",
         old="ratio.ratio > 1 + least and ratio.typical > 1:",
         new="ratio.ratio > 1 + least:",
         fails="tests/bench/test_bench_paired.py -k direction",

@@ -104,9 +104,9 @@ MUTANTS = (
     Mutant(
         name="bench-wide-interval-is-the-same",
         bug="A comparison that shows nothing is reported as no difference.",
-        file="kvbm_cli/bench/judge/paired.py",
-        old="return Direction.SAME if is_within else Direction.INCONCLUSIVE",
-        new="return Direction.SAME",
+        file="kvbm_cli/bench/judge/verdict.py",
+        old="return Verdict.SAME if is_within else Verdict.INCONCLUSIVE",
+        new="return Verdict.SAME",
         fails="tests/bench/test_bench_paired.py -k direction",
     ),
     Mutant(

@@ -49,8 +49,8 @@ def test_a_metric_of_any_size_is_shown(capsys: pytest.CaptureFixture[str], value
     print_json(figures.figures([pair]).as_data())
     strict(capsys.readouterr().out)
     if (plan := live.plan_of("one", new)) is not None:
-        live.text(plan, Prices(1.0, 1.0))
-        print_json(live.as_data(plan, Prices(1.0, 1.0)))
+        plan.text(Prices(1.0, 1.0))
+        print_json(plan.as_data(Prices(1.0, 1.0)))
         strict(capsys.readouterr().out)
     page = MetricsPage.parse(texts[1], engine_metrics.NAMES)
     line = engine_metrics.SampleLine(

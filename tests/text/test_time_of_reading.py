@@ -41,7 +41,7 @@ def top(text: str) -> None:
 def plan(text: str) -> None:
     found = live.plan_of("engine", MetricsPage.parse(text, figures.NAMES))
     if found is not None:
-        live.text(found, None)
+        found.text(None)
 
 
 def of_status(text: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from kvbm_cli.bench.judge.answers import ArmAnswers, has_counters, transfers_of, warm_start
 from kvbm_cli.bench.judge.correctness import OutputVerdict
 from kvbm_cli.bench.judge.estimates import (
-    Estimate,
     NoModel,
     PercentileComparison,
     PromptTime,
@@ -77,7 +76,7 @@ class Compared:
             "hint": self.judgement.hint,
             "ttft_speedup": self.ttft_speedup,
             "ttft_speedup_paired": ratio_data(self.ratio),
-            "ttft_percentiles": {f"p{percent}": _percentiles(one) for percent, one in self.percentiles.items()},
+            "ttft_percentiles": {f"p{percent}": one and one.to_json() for percent, one in self.percentiles.items()},
             "noise": self.noise and asdict(self.noise),
             "share_of_possible_gain": self._share(),
             "ttft_model": self.ttft_model.to_json(),
@@ -87,11 +86,7 @@ class Compared:
         }
 
     def _share(self) -> dict[str, Any] | None:
-        if self.share is None or not self.judgement.verdict.is_usable:
-            return None
-        low, high = self.share.low, self.share.high
-        interval = None if low is None else [low, high]
-        return {"value": self.share.value, "interval_95": interval, "is_noise": self.share.is_noise}
+        return self.share.to_json() if self.share is not None and self.judgement.verdict.is_usable else None
 
 
 def compare(
@@ -271,17 +266,3 @@ def ratio_data(ratio: PairedRatio | None) -> dict[str, Any] | None:
         "sessions": ratio.session_count,
         "runs": ratio.run_count,
     }
-
-
-def _percentiles(one: PercentileComparison | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
-    return {
-        "reference": _estimate(one.reference),
-        "measured": _estimate(one.measured),
-        "difference": _estimate(one.difference),
-    }
-
-
-def _estimate(one: Estimate) -> dict[str, Any]:
-    return {"value": one.value, "interval_95": None if one.low is None else [one.low, one.high]}

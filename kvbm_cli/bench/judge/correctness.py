@@ -201,12 +201,7 @@ class OutputJudgement:
 
 
 def judge_outputs(
-    measured: OutputDifference,
-    controls: Mapping[str, OutputDifference],
-    transfers: Transfers,
-    *,
-    logprob_limit: float = LOGPROB_LIMIT,
-    logprob_factor: float = LOGPROB_FACTOR,
+    measured: OutputDifference, controls: Mapping[str, OutputDifference], transfers: Transfers
 ) -> OutputJudgement:
     """Apply the rules in the docstring of this module. Keys of `controls` name the compared runs."""
     usable = {name: control for name, control in sorted(controls.items()) if control.compared_count}
@@ -220,11 +215,9 @@ def judge_outputs(
         control_logprob=max((one.logprob for one in usable.values() if one.logprob is not None), default=None),
         p_value=_p_value(measured, control) if control and measured.compared_count else None,
     )
-    reason = _wrong(evidence, logprob_limit, logprob_factor)
-    if reason is not None:
+    if (reason := _wrong(evidence)) is not None:
         return OutputJudgement(OutputVerdict.WRONG, reason, evidence)
-    reason = _not_tested(evidence, logprob_limit)
-    if reason is not None:
+    if (reason := _not_tested(evidence)) is not None:
         return OutputJudgement(OutputVerdict.NOT_TESTED, reason, evidence)
     if measured.different_count:
         reason = f"{evidence.counts}, which is not significantly more"
@@ -239,7 +232,7 @@ def _p_value(measured: OutputDifference, control: OutputDifference) -> float:
     return min(1.0, TESTS * min(anywhere, at_once))
 
 
-def _wrong(evidence: OutputEvidence, logprob_limit: float, logprob_factor: float) -> str | None:
+def _wrong(evidence: OutputEvidence) -> str | None:
     measured, control, p_value = evidence.measured, evidence.control, evidence.p_value
     if measured.different_count and control is not None and p_value is not None:
         if not control.different_count:
@@ -247,7 +240,7 @@ def _wrong(evidence: OutputEvidence, logprob_limit: float, logprob_factor: float
         if p_value < SIGNIFICANT:
             return f"{evidence.counts}: significantly more, p = {p_value:.2g}"
     without = evidence.control_logprob
-    if measured.logprob is None or without is None or measured.logprob <= max(logprob_limit, logprob_factor * without):
+    if measured.logprob is None or without is None or measured.logprob <= max(LOGPROB_LIMIT, LOGPROB_FACTOR * without):
         return None
     return (
         f"log-probabilities of equal tokens differ by up to {measured.logprob:.2g}, without kvbm by {without:.2g}; "
@@ -255,7 +248,7 @@ def _wrong(evidence: OutputEvidence, logprob_limit: float, logprob_factor: float
     )
 
 
-def _not_tested(evidence: OutputEvidence, logprob_limit: float) -> str | None:
+def _not_tested(evidence: OutputEvidence) -> str | None:
     measured = evidence.measured
     if not measured.compared_count:
         return "no answer could be compared"
@@ -269,6 +262,6 @@ def _not_tested(evidence: OutputEvidence, logprob_limit: float) -> str | None:
     )
     if evidence.control is None and (measured.different_count or measured.logprob is None):
         return f"{evidence.counts}; {unknown}"
-    if evidence.control_logprob is None and (measured.logprob or 0.0) > logprob_limit:
+    if evidence.control_logprob is None and (measured.logprob or 0.0) > LOGPROB_LIMIT:
         return f"log-probabilities differ by up to {measured.logprob:.2g}; no two runs without kvbm have any"
     return None

@@ -56,6 +56,9 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        return {"value": self.value, "interval_95": None if self.low is None else [self.low, self.high]}
+
 
 @dataclass(frozen=True, slots=True)
 class PercentileComparison:
@@ -65,18 +68,21 @@ class PercentileComparison:
     measured: Estimate
     difference: Estimate
 
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name).to_json() for name in ("reference", "measured", "difference")}
+
 
 @dataclass(frozen=True, slots=True)
-class ShareOfGain:
+class ShareOfGain(Estimate):
     """The time that kvbm saves over the time that the floor saves, at most 1.
 
     `is_noise` marks a value that was above 1: the floor is the lower limit, so the excess is noise.
     """
 
-    value: float
-    low: float | None
-    high: float | None
-    is_noise: bool
+    is_noise: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {**Estimate.to_json(self), "is_noise": self.is_noise}
 
 
 def compare_percentiles(
@@ -206,21 +212,9 @@ def _arm_sampler(
 
     def sample(weights: np.ndarray[Any, Any], factors: np.ndarray[Any, Any]) -> list[float] | None:
         drawn = np.repeat(values * factors[run_of], weights[session_of])
-        return _percentiles(drawn, percents) if len(drawn) else None
+        return [float(found) for found in np.percentile(drawn, percents)] if len(drawn) else None
 
     return sample
-
-
-def _percentiles(drawn: np.ndarray[Any, Any], percents: Sequence[int]) -> list[float]:
-    """Like `percentile`; partitions `drawn`. numpy's function takes several times as long for few values."""
-    last = len(drawn) - 1
-    ranks = [last * percent / 100 for percent in percents]
-    spans = [(math.floor(rank), min(math.floor(rank) + 1, last)) for rank in ranks]
-    drawn.partition(sorted({place for span in spans for place in span}))
-    return [
-        float(drawn[below] + (drawn[above] - drawn[below]) * (rank - below))
-        for rank, (below, above) in zip(ranks, spans, strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The paired comparison of two arms, its interval, the verdict on it, and the noise of the machine. Pure.
+"""The paired comparison of two arms, its interval, and the noise of the machine. Pure.
 
 Both arms send the same requests, so the comparison is paired: log(reference time / measured time) of each request.
 Differences between requests, such as their length, cancel out. Two things remain, and the interval has a part for each:
@@ -16,7 +16,6 @@ Spreads, Student's t and the share of busy time, which others need too, are at t
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +64,6 @@ class PairedRatio:
     session_count: int
     run_count: int
     run_deviation: float | None = None
-    degrees_of_freedom: float = math.inf
 
     @property
     def covers_runs(self) -> bool:
@@ -92,7 +90,7 @@ def paired_ratio(pairs_by_run: PairsByRun) -> PairedRatio | None:
     sessions = sorted({session for by_session in logs.values() for session, values in by_session.items() if values})
     centre = fmean(means.values())
     parts = [_influence(by_session, means[run], sessions) for run, by_session in sorted(logs.items())]
-    half, deviation, freedom = _half_width(list(means.values()), parts)
+    half, deviation = _half_width(list(means.values()), parts)
     return PairedRatio(
         ratio=math.exp(centre),
         low=math.exp(centre - half),
@@ -102,7 +100,6 @@ def paired_ratio(pairs_by_run: PairsByRun) -> PairedRatio | None:
         session_count=len(sessions),
         run_count=len(means),
         run_deviation=deviation,
-        degrees_of_freedom=freedom,
     )
 
 
@@ -112,20 +109,20 @@ def _influence(by_session: Mapping[int, Sequence[float]], mean: float, sessions:
     return [math.fsum(value - mean for value in by_session.get(session, ())) / count for session in sessions]
 
 
-def _half_width(means: Sequence[float], parts: Sequence[Sequence[float]]) -> tuple[float, float | None, float]:
-    """Half width of the interval of the log, the deviation between runs (`None` with one), and degrees of freedom.
+def _half_width(means: Sequence[float], parts: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """Half width of the interval of the log, and the deviation between runs, `None` with one.
 
     `parts[run][session]` is the influence of a session on the mean of a run.
     """
     run_count, session_count = len(parts), len(parts[0])
     if session_count < 2:
-        return math.inf, None, 0.0
+        return math.inf, None
     correction = session_count / (session_count - 1)
     by_session = [math.fsum(column) / run_count for column in zip(*parts, strict=True)]
     of_sessions = correction * math.fsum(value**2 for value in by_session)
     freedom_of_sessions = session_count - 1
     if run_count == 1:
-        return student_t(freedom_of_sessions) * math.sqrt(of_sessions), None, freedom_of_sessions
+        return student_t(freedom_of_sessions) * math.sqrt(of_sessions), None
     explained = correction * math.fsum(variance(column) for column in zip(*parts, strict=True))
     measured = max(
         0.0, variance(means) - explained
@@ -135,30 +132,7 @@ def _half_width(means: Sequence[float], parts: Sequence[Sequence[float]]) -> tup
     of_runs = between / run_count
     total = of_sessions + of_runs
     freedom = total**2 / (of_sessions**2 / freedom_of_sessions + of_runs**2 / freedom_of_runs)  # Welch-Satterthwaite
-    return student_t(freedom) * math.sqrt(total), math.sqrt(between), freedom
-
-
-class Direction(enum.StrEnum):
-    FASTER = "faster"
-    SAME = "same"
-    SLOWER = "slower"
-    INCONCLUSIVE = "inconclusive"
-
-
-def direction(ratio: PairedRatio, margin: float = MARGIN) -> Direction:
-    """Faster or slower if three conditions hold: 1 is outside the interval, the mean is beyond the margin, and the
-    typical request changes in the same direction. The same if the whole interval is within the margin on both sides of
-    1. Else the measurement is inconclusive.
-
-    With one run, the margin is at least `MARGIN_OF_ONE_RUN`, because runs of equal engines differ.
-    """
-    least = margin if ratio.covers_runs else max(margin, MARGIN_OF_ONE_RUN)
-    if ratio.low > 1 and ratio.ratio > 1 + least and ratio.typical > 1:
-        return Direction.FASTER
-    if ratio.high < 1 and ratio.ratio < 1 / (1 + least) and ratio.typical < 1:
-        return Direction.SLOWER
-    is_within = ratio.low >= 1 / (1 + margin) and ratio.high <= 1 + margin
-    return Direction.SAME if is_within else Direction.INCONCLUSIVE
+    return student_t(freedom) * math.sqrt(total), math.sqrt(between)
 
 
 def is_tight(ratio: PairedRatio | None, limit: float = TIGHT_HALF_WIDTH) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_cli.bench.judge.correctness import OutputJudgement, OutputVerdict
-from kvbm_cli.bench.judge.paired import PairedRatio, direction
+from kvbm_cli.bench.judge.paired import MARGIN, MARGIN_OF_ONE_RUN, PairedRatio
 from kvbm_cli.bench.result.results import percentile
 from kvbm_cli.terminal.quantities import counted, shown_ms
 
@@ -50,6 +50,22 @@ def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
     return next((one for one in Verdict if one in found), Verdict.MEASURED)
 
 
+def direction(ratio: PairedRatio, margin: float = MARGIN) -> Verdict:
+    """Faster or slower if three conditions hold: 1 is outside the interval, the mean is beyond the margin, and the
+    typical request changes in the same direction. The same if the whole interval is within the margin on both sides of
+    1. Else the measurement is inconclusive.
+
+    With one run, the margin is at least `MARGIN_OF_ONE_RUN`, because runs of equal engines differ.
+    """
+    least = margin if ratio.covers_runs else max(margin, MARGIN_OF_ONE_RUN)
+    if ratio.low > 1 and ratio.ratio > 1 + least and ratio.typical > 1:
+        return Verdict.FASTER
+    if ratio.high < 1 and ratio.ratio < 1 / (1 + least) and ratio.typical < 1:
+        return Verdict.SLOWER
+    is_within = ratio.low >= 1 / (1 + margin) and ratio.high <= 1 + margin
+    return Verdict.SAME if is_within else Verdict.INCONCLUSIVE
+
+
 @dataclass(frozen=True, slots=True)
 class VerdictLimits:
     """Limits of a valid run. `margin` is the smallest relative difference that counts as faster or slower,
@@ -62,7 +78,7 @@ class VerdictLimits:
     sessions wait for their own answers (a closed loop), where a busy engine is the normal case.
     """
 
-    margin: float = 0.05
+    margin: float = MARGIN
     lateness_ms: float = 25.0
     lateness_share: float = 0.1
     client_cpu_share: float = 0.7
@@ -151,7 +167,7 @@ def judge(evidence: Evidence, limits: VerdictLimits = DEFAULT_LIMITS) -> Judgeme
         message = f"the result cannot be used: {'; '.join(invalid)}"
         return Judgement(Verdict.INVALID, message, tuple(invalid), caveats, hint)
     assert evidence.ratio is not None
-    verdict = Verdict(direction(evidence.ratio, limits.margin).value)
+    verdict = direction(evidence.ratio, limits.margin)
     if verdict is Verdict.FASTER and evidence.has_loads is False:
         reason = f"{evidence.measured} was faster although it loaded no block, so another cause made it faster"
         return Judgement(

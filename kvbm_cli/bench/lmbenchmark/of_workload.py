@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.agentic import AgentTrace, read_agent_trace
-from kvbm_cli.bench.lmbenchmark.presets import AGENT_INTERVAL_S, PRESETS, SHAREGPT_QPS, Preset
 from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.workload.schema import Conversations, Lmbenchmark, Schedule, Workload
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Script, ScriptedRequest, Writer
 
+SHAREGPT_QPS = 1.34
+AGENT_INTERVAL_S = 3.0  # between two rounds of a user's agents
+# The sizes of the multi-round scenarios (commit 26d02bd), as the scripts name them, by the keys of a workload.
+_KEYS = ("users", "rounds", "system_words", "history_words", "answer_tokens", "qps", "time_s")
+PRESETS: Mapping[str, Mapping[str, float]] = {
+    "long": dict(zip(_KEYS, (15, 20, 1000, 20000, 100, 0.1, 100.0), strict=True)),  # long_input_short_output_run.sh
+    "short": dict(zip(_KEYS, (320, 20, 0, 256, 20, 15.0, 100.0), strict=True)),  # short_input_short_output.sh
+    "long-long": dict(zip(_KEYS, (320, 20, 0, 2000, 1000, 0.7, 100.0), strict=True)),  # long_input_long_output.sh
+}
 QUESTION_TOKENS = 17  # of LMBenchmark's question, with a common tokenizer
 LEAST_TURNS_PER_USER = 2
 AGENT_QUESTION_TOKENS = 10
@@ -33,39 +40,26 @@ def strict_workload(workload: Workload) -> Workload:
     if workload.scenario not in PRESETS:
         interval_s = 1 / (workload.qps or SHAREGPT_QPS) if workload.scenario == "sharegpt" else None
         return workload.model_copy(update={"schedule": _at(workload, interval_s, workload.time_s)})
-    sizes = _sizes(workload)
-    duration_s = max(sizes.duration_s, LEAST_TURNS_PER_USER * sizes.gap_s)
-    requests = math.ceil(duration_s * sizes.qps)
+    preset = PRESETS[workload.scenario]
+    sizes: dict[str, Any] = {**preset, **workload.model_dump(include=set(preset), exclude_none=True)}
+    users, rounds, qps = sizes["users"], sizes["rounds"], sizes["qps"]
+    duration_s = max(sizes["time_s"], LEAST_TURNS_PER_USER * users / qps)
     return Conversations(
         name=workload.name,
         description=workload.description or f"users of LMBenchmark's scenario {workload.scenario}, measured strictly",
         seed=workload.seed,
         request_timeout_s=workload.request_timeout_s,
         slo=workload.slo,
-        schedule=_at(workload, 1 / sizes.qps, duration_s),
-        users=sizes.users,
-        turns=sizes.rounds,
-        system_tokens=sizes.system_words,
-        history_tokens=sizes.history_words,
+        schedule=_at(workload, 1 / qps, duration_s),
+        users=users,
+        turns=rounds,
+        system_tokens=sizes["system_words"],
+        history_tokens=sizes["history_words"],
         question_tokens=QUESTION_TOKENS,
-        answer_tokens=sizes.answer_tokens,
+        answer_tokens=sizes["answer_tokens"],
         history="canned",
-        rounds_of_users=max(2, math.ceil(requests / (sizes.users * sizes.rounds)) + 1),
+        rounds_of_users=max(2, math.ceil(math.ceil(duration_s * qps) / (users * rounds)) + 1),
     )
-
-
-def _sizes(workload: Lmbenchmark) -> Preset:
-    """Return the preset of the scenario with the changes of the workload."""
-    changes: dict[str, Any] = {
-        "users": workload.users,
-        "rounds": workload.rounds,
-        "system_words": workload.system_words,
-        "history_words": workload.history_words,
-        "answer_tokens": workload.answer_tokens,
-        "qps": workload.qps,
-        "duration_s": workload.time_s,
-    }
-    return replace(PRESETS[workload.scenario], **{key: value for key, value in changes.items() if value is not None})
 
 
 def _at(workload: Lmbenchmark, interval_s: float | None, duration_s: float | None) -> Schedule:

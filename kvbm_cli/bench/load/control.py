@@ -70,12 +70,10 @@ class Control:
 
     def try_tokenize(self, text: str) -> list[int] | None:
         """`None` if the server has no `/tokenize` that answers like vLLM's."""
-        content = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        url = f"{self._base_url}/tokenize"
-        answer = self._request("POST", url, content=content)
-        tokens = answer.fields().get("tokens")
-        is_list = answer.is_ok and isinstance(tokens, list) and all(isinstance(one, int) for one in tokens)
-        return tokens if is_list else None
+        try:
+            return self.tokenize(text)
+        except EngineError:
+            return None
 
     def try_reset(self) -> bool:
         """Whether the server has an endpoint that empties its cache, which is empty afterwards."""

@@ -55,7 +55,7 @@ LARGEST_UNPARSED_BYTES = 16 * 1024  # parsing them takes about 0.1 ms, for which
 class Target:
     """The engine of one run. Its schedule starts `offset_s` after the schedule of the first target of the drive.
 
-    `headers` and `api_key` are sent with each request, and never written to a file. `ca_file`: see `tls_context`.
+    `headers` are sent with each request, and never written to a file. `ca_file`: see `tls_context`.
     """
 
     run: str
@@ -65,15 +65,13 @@ class Target:
     base_url: str
     offset_s: float = 0.0
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    api_key: str | None = field(default=None, repr=False)
     has_ended: Callable[[], bool] = lambda: False
     ca_file: str = ""
 
     def all_headers(self) -> dict[str, str]:
         """Return the headers. A compressed answer would arrive in blocks instead of tokens, hence no encoding is
         accepted."""
-        key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        return {"Content-Type": "application/json", "Accept-Encoding": "identity", **self.headers, **key}
+        return {"Content-Type": "application/json", "Accept-Encoding": "identity", **self.headers}
 
     def record_of(self, request: PlannedRequest) -> RequestRecord:
         return RequestRecord(

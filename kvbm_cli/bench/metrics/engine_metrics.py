@@ -30,6 +30,7 @@ KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 MOVES = {"onboard": "g2_to_g1", "offload": "g1_to_g2"}
 QUANTITIES = ("bytes", "blocks", "seconds")
 _SIZE = re.compile("[0-9]{1,18}")
+_LABEL = re.compile(r'(\w+)="(\w+)"')
 OWN_PROMPTS, OWN_HITS = "sglang:prompt_tokens", "sglang:cached_tokens"  # kvbm knows no requests of SGLang
 SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
 
@@ -46,84 +47,64 @@ class MetricSource:
         return sum(values) if values else None
 
 
-def _source(metric: str, **labels: str) -> MetricSource:
-    return MetricSource(metric, tuple(labels.items()))
+def _sources(*selectors: str) -> tuple[MetricSource, ...]:
+    """Selectors are written as in Prometheus. The first whose series the page has counts."""
+    found = (selector.partition("{") for selector in selectors)
+    return tuple(MetricSource(metric, tuple(_LABEL.findall(labels))) for metric, _, labels in found)
 
 
-# name -> sources, of which the first that the page has counts
 COUNTERS = MappingProxyType(
     {
-        "prompt_tokens": (_source("vllm:prompt_tokens"), _source(OWN_PROMPTS)),
-        "device_hit_tokens": (
-            _source("vllm:prompt_tokens_by_source", source="local_cache_hit"),
-            _source(OWN_HITS, cache_source="device"),
+        "prompt_tokens": _sources("vllm:prompt_tokens", "sglang:prompt_tokens"),
+        "device_hit_tokens": _sources(
+            'vllm:prompt_tokens_by_source{source="local_cache_hit"}', 'sglang:cached_tokens{cache_source="device"}'
         ),
-        "external_tokens": (_source("vllm:prompt_tokens_by_source", source="external_kv_transfer"),),
-        "computed_tokens": (_source("vllm:prompt_tokens_by_source", source="local_compute"),),
-        "host_hit_tokens": (
-            _source("vllm:prompt_tokens_cached_by_source", source="host"),
-            _source(OWN_HITS, cache_source="host"),
+        "external_tokens": _sources('vllm:prompt_tokens_by_source{source="external_kv_transfer"}'),
+        "computed_tokens": _sources('vllm:prompt_tokens_by_source{source="local_compute"}'),
+        "host_hit_tokens": _sources(
+            'vllm:prompt_tokens_cached_by_source{source="host"}', 'sglang:cached_tokens{cache_source="host"}'
         ),
-        "disk_hit_tokens": (
-            _source("vllm:prompt_tokens_cached_by_source", source="disk"),
-            _source(OWN_HITS, cache_source="storage"),
+        "disk_hit_tokens": _sources(
+            'vllm:prompt_tokens_cached_by_source{source="disk"}', 'sglang:cached_tokens{cache_source="storage"}'
         ),
-        "other_hit_tokens": (_source("vllm:prompt_tokens_cached_by_source", source="external_unspecified"),),
-        "peer_hit_tokens": (_source("vllm:prompt_tokens_cached_by_source", source="p2p"),),
-        "external_queried_tokens": (
-            _source("vllm:external_prefix_cache_queries"),
-            _source("lmcache:num_requested_tokens"),
+        "other_hit_tokens": _sources('vllm:prompt_tokens_cached_by_source{source="external_unspecified"}'),
+        "peer_hit_tokens": _sources('vllm:prompt_tokens_cached_by_source{source="p2p"}'),
+        "external_queried_tokens": _sources("vllm:external_prefix_cache_queries", "lmcache:num_requested_tokens"),
+        "external_found_tokens": _sources("vllm:external_prefix_cache_hits", "lmcache:num_hit_tokens"),
+        "requests": _sources("vllm:request_success", "sglang:num_requests"),
+        "preemptions": _sources("vllm:num_preemptions", "sglang:num_retracted_requests"),
+        "queue_wait_s": _sources("vllm:request_queue_time_seconds_sum", "sglang:queue_time_seconds_sum"),
+        "queue_waits": _sources("vllm:request_queue_time_seconds_count", "sglang:queue_time_seconds_count"),
+        "evictions": _sources("kvbm_evicted_blocks", "lmcache:local_cpu_evict_keys_count"),
+        "g1_to_g2_blocks": _sources("kvbm_offload_blocks_d2h"),
+        "g1_to_g2_bytes": _sources(
+            "kvbm_offload_bytes_d2h", "vllm:kv_offload_store_bytes", "sglang:hicache_backup_bytes"
         ),
-        "external_found_tokens": (_source("vllm:external_prefix_cache_hits"), _source("lmcache:num_hit_tokens")),
-        "requests": (_source("vllm:request_success"), _source("sglang:num_requests")),
-        "preemptions": (_source("vllm:num_preemptions"), _source("sglang:num_retracted_requests")),
-        "queue_wait_s": (_source("vllm:request_queue_time_seconds_sum"), _source("sglang:queue_time_seconds_sum")),
-        "queue_waits": (_source("vllm:request_queue_time_seconds_count"), _source("sglang:queue_time_seconds_count")),
-        "evictions": (_source("kvbm_evicted_blocks"), _source("lmcache:local_cpu_evict_keys_count")),
-        "g1_to_g2_blocks": (_source("kvbm_offload_blocks_d2h"),),
-        "g1_to_g2_bytes": (
-            _source("kvbm_offload_bytes_d2h"),
-            _source("vllm:kv_offload_store_bytes"),
-            _source("sglang:hicache_backup_bytes"),
+        "g1_to_g2_seconds": _sources(
+            "vllm:kv_offload_store_time", "sglang:hicache_backup_duration_seconds_sum", "lmcache:time_to_store_sum"
         ),
-        "g1_to_g2_seconds": (
-            _source("vllm:kv_offload_store_time"),
-            _source("sglang:hicache_backup_duration_seconds_sum"),
-            _source("lmcache:time_to_store_sum"),
+        "g2_to_g1_blocks": _sources("kvbm_onboard_blocks_h2d", "vllm:simple_kv_offload_load_blocks"),
+        "g2_to_g1_bytes": _sources("kvbm_onboard_bytes_h2d", "vllm:kv_offload_load_bytes", "sglang:load_back_bytes"),
+        "g2_to_g1_seconds": _sources(
+            "vllm:kv_offload_load_time", "sglang:load_back_duration_seconds_sum", "lmcache:time_to_retrieve_sum"
         ),
-        "g2_to_g1_blocks": (_source("kvbm_onboard_blocks_h2d"), _source("vllm:simple_kv_offload_load_blocks")),
-        "g2_to_g1_bytes": (
-            _source("kvbm_onboard_bytes_h2d"),
-            _source("vllm:kv_offload_load_bytes"),
-            _source("sglang:load_back_bytes"),
+        "g2_to_g3_blocks": _sources("kvbm_offload_blocks_h2d"),
+        "g2_to_g3_bytes": _sources(
+            "kvbm_offload_bytes_h2d", "vllm:kv_offload_tiering_write_bytes", "lmcache:num_remote_write_bytes"
         ),
-        "g2_to_g1_seconds": (
-            _source("vllm:kv_offload_load_time"),
-            _source("sglang:load_back_duration_seconds_sum"),
-            _source("lmcache:time_to_retrieve_sum"),
-        ),
-        "g2_to_g3_blocks": (_source("kvbm_offload_blocks_h2d"),),
-        "g2_to_g3_bytes": (
-            _source("kvbm_offload_bytes_h2d"),
-            _source("vllm:kv_offload_tiering_write_bytes"),
-            _source("lmcache:num_remote_write_bytes"),
-        ),
-        "g2_to_g3_seconds": (_source("vllm:kv_offload_tiering_write_time"),),
-        "g3_to_g2_blocks": (_source("kvbm_disk_fetched_blocks"),),
-        "g3_to_g2_bytes": (
-            _source("vllm:kv_offload_tiering_read_bytes"),
-            _source("lmcache:num_remote_read_bytes"),
-        ),
-        "g3_to_g2_seconds": (_source("vllm:kv_offload_tiering_read_time"),),
-        "g2_to_g4_blocks": (_source("kvbm_offload_blocks_d2o"),),
-        "g2_to_g4_bytes": (_source("kvbm_offload_bytes_d2o"),),
-        "g4_to_g2_blocks": (_source("kvbm_shared_fetched_blocks"),),
+        "g2_to_g3_seconds": _sources("vllm:kv_offload_tiering_write_time"),
+        "g3_to_g2_blocks": _sources("kvbm_disk_fetched_blocks"),
+        "g3_to_g2_bytes": _sources("vllm:kv_offload_tiering_read_bytes", "lmcache:num_remote_read_bytes"),
+        "g3_to_g2_seconds": _sources("vllm:kv_offload_tiering_read_time"),
+        "g2_to_g4_blocks": _sources("kvbm_offload_blocks_d2o"),
+        "g2_to_g4_bytes": _sources("kvbm_offload_bytes_d2o"),
+        "g4_to_g2_blocks": _sources("kvbm_shared_fetched_blocks"),
     }
 )
 GAUGES = MappingProxyType(
     {
-        "running": (_source("vllm:num_requests_running"), _source("sglang:num_running_reqs")),
-        "waiting": (_source("vllm:num_requests_waiting"), _source("sglang:num_queue_reqs")),
+        "running": _sources("vllm:num_requests_running", "sglang:num_running_reqs"),
+        "waiting": _sources("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
     }
 )
 

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,7 +35,7 @@ from kvbm_cli.bench.metrics.engine_metrics import (
     read_gauges,
     started_s,
 )
-from kvbm_cli.bench.metrics.summary import ServerSummary, summarise
+from kvbm_cli.bench.metrics.summary import summarise
 from kvbm_cli.system.http_client import get_metrics, load_library
 from kvbm_cli.system.metrics_page import MetricsPage
 from kvbm_cli.system.usage import Gpus, ProcessTree
@@ -120,13 +120,13 @@ class Sampler:
             self.failure = f"the sampler ended with exit code {code}" + (f": {reason}" if reason else "")
         self._output.close()
 
-    def summary(self) -> ServerSummary:
+    def summary(self) -> dict[str, Any]:
         """Of the samples in the file, after `stop`. It has a caveat if the process ended early."""
         found = summarise(self.path, has_pages=self._has_pages)
         if self.failure is None:
             return found
         caveat = f"the server metrics cover only a part of the run: {self.failure}"
-        return replace(found, caveats=(*found.caveats, caveat))
+        return {**found, "caveats": [*found["caveats"], caveat]}
 
     def _begin(self, task: ScrapeTask, timeout_s: float) -> None:
         try:

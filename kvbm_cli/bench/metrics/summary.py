@@ -7,12 +7,10 @@ a restart of the engine no difference is known. docs/reference/server-metrics.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbm.errors import UsageError, reason_of
-from kvbm.text.reading import parse_json
+from kvbm.errors import UsageError
 from kvbm_cli.bench.metrics.engine_metrics import (
     KVBM_COUNTERS,
     KVBM_STATES,
@@ -21,6 +19,7 @@ from kvbm_cli.bench.metrics.engine_metrics import (
     SampleLine,
     prompt_tokens_by_tier,
 )
+from kvbm_cli.bench.result.directory import json_lines
 from kvbm_cli.bench.result.results import TIERS
 
 PAIRS = ("g2_to_g1", "g1_to_g2", "g3_to_g2", "g2_to_g3", "g4_to_g2", "g2_to_g4")
@@ -28,42 +27,7 @@ PEAKS = ("running", "waiting", "kv_usage")
 WHOLE = ("blocks", "bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSummary:
-    """Differences between the first and the last sample, and peaks. None if the engine does not report it.
-
-    `prompt_tokens` has g1 to g4 and computed; `hit_shares` the share of each tier, 0 to 1. `transfers` has
-    blocks, bytes, seconds and gb_per_s by pair of tiers. `disk` is what the engine's processes read and wrote. `engine`
-    has the sizes of the engine. `kvbm_counters` has every kvbm_* counter by its name, `kvbm_states` every 0 or 1.
-    """
-
-    samples: int
-    failed_samples: int
-    first_ms: float | None
-    last_ms: float | None
-    requests: int | None
-    prompt_tokens: dict[str, int | None] | None
-    hit_shares: dict[str, float | None] | None
-    external_hit_share: float | None
-    queue_wait_ms: float | None
-    preemptions: int | None
-    evictions: int | None
-    transfers: dict[str, dict[str, float | None]]
-    disk: dict[str, float | None]
-    peaks: dict[str, float | None]
-    cpu_s: float | None
-    gpu: tuple[dict[str, float | int | None], ...]
-    energy_j: float | None
-    kvbm_counters: dict[str, float]
-    kvbm_states: dict[str, float]
-    engine: dict[str, int]
-    caveats: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "gpu": list(self.gpu), "caveats": list(self.caveats)}
-
-
-def summarise(path: Path, *, has_pages: bool = True) -> ServerSummary:
+def summarise(path: Path, *, has_pages: bool = True) -> dict[str, Any]:
     """Raise UsageError if the file cannot be read, has no complete line, or is not one of a sampler.
 
     Without `has_pages`, the engine is known to have no metrics, which is then no caveat.
@@ -73,19 +37,19 @@ def summarise(path: Path, *, has_pages: bool = True) -> ServerSummary:
 
 def read_samples(path: Path) -> list[SampleLine]:
     """Read all samples. Ignores a last line that is incomplete, because the sampler may have been killed."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read `{path}`: {reason_of(error)}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"`{path}` is not a text file: {error.reason} at byte {error.start}") from None
-    lines = text.split("\n")[:-1]  # what follows the last end of line is incomplete
-    if not lines:
+    samples = [_sample(line, f"{path}:{number}") for number, line in enumerate(json_lines(path), start=1)]
+    if not samples:
         raise UsageError(f"`{path}` has no complete line; a sampler writes at least one")
-    return [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    return samples
 
 
-def summary_of(samples: Sequence[SampleLine], *, has_pages: bool = True) -> ServerSummary:
+def summary_of(samples: Sequence[SampleLine], *, has_pages: bool = True) -> dict[str, Any]:
+    """Return differences between the first and the last sample, and peaks. None if the engine does not report it.
+
+    `prompt_tokens` has g1 to g4 and computed; `hit_shares` the share of each tier, 0 to 1. `transfers` has blocks,
+    bytes, seconds and gb_per_s by pair of tiers. `disk` is what the engine's processes read and wrote. `engine` has the
+    sizes of the engine. `kvbm_counters` has every kvbm_* counter by its name, `kvbm_states` every 0 or 1.
+    """
     answered = [sample for sample in samples if sample.counters]
     has_restarted = _has_restarted(answered)
     counters = {} if has_restarted else _changes(answered)
@@ -96,41 +60,41 @@ def summary_of(samples: Sequence[SampleLine], *, has_pages: bool = True) -> Serv
     gpu = _gpu(samples)
     states = [sample.gauges for sample in answered]
     energy = [one["energy_j"] for one in gpu]
-    return ServerSummary(
-        samples=len(samples),
-        failed_samples=sum(sample.error is not None for sample in samples),
-        first_ms=answered[0].t_ms if answered else None,
-        last_ms=answered[-1].t_ms if answered else None,
-        requests=_whole(requests),
-        prompt_tokens=tokens,
-        hit_shares=_shares(tokens),
-        external_hit_share=_ratio(counters.get("external_found_tokens"), counters.get("external_queried_tokens")),
-        queue_wait_ms=_ratio(counters.get("queue_wait_s"), counters.get("queue_waits"), 1e3),
-        preemptions=_whole(counters.get("preemptions")),
-        evictions=_whole(counters.get("evictions")),
-        transfers={pair: _transfer(pair, counters) for pair in PAIRS},
-        disk=_disk(process, requests),
-        peaks={
+    return {
+        "samples": len(samples),
+        "failed_samples": sum(sample.error is not None for sample in samples),
+        "first_ms": answered[0].t_ms if answered else None,
+        "last_ms": answered[-1].t_ms if answered else None,
+        "requests": _whole(requests),
+        "prompt_tokens": tokens,
+        "hit_shares": _shares(tokens),
+        "external_hit_share": _ratio(counters.get("external_found_tokens"), counters.get("external_queried_tokens")),
+        "queue_wait_ms": _ratio(counters.get("queue_wait_s"), counters.get("queue_waits"), 1e3),
+        "preemptions": _whole(counters.get("preemptions")),
+        "evictions": _whole(counters.get("evictions")),
+        "transfers": {pair: _transfer(pair, counters) for pair in PAIRS},
+        "disk": _disk(process, requests),
+        "peaks": {
             **{name: _peak(sample.process.get(name) for sample in samples) for name in ("rss_bytes", "shared_bytes")},
             **{name: _peak(gauges.get(name) for gauges in states) for name in PEAKS},
         },
-        cpu_s=process["cpu_s"],
-        gpu=gpu,
-        energy_j=sum(value for value in energy if value) if energy and None not in energy else None,
-        kvbm_counters={name: counters[name] for name in KVBM_COUNTERS if name in counters},
-        kvbm_states={
+        "cpu_s": process["cpu_s"],
+        "gpu": gpu,
+        "energy_j": sum(value for value in energy if value) if energy and None not in energy else None,
+        "kvbm_counters": {name: counters[name] for name in KVBM_COUNTERS if name in counters},
+        "kvbm_states": {
             name: value
             for name in (*KVBM_STATES, WRITE_AMPLIFICATION)
             if (value := _peak(gauges.get(name) for gauges in states)) is not None
         },
-        engine=facts,
-        caveats=tuple(_caveats(samples, answered, has_restarted, process, has_pages=has_pages)),
-    )
+        "engine": facts,
+        "caveats": list(_caveats(samples, answered, has_restarted, process, has_pages=has_pages)),
+    }
 
 
-def _sample(line: str, where: str) -> SampleLine:
+def _sample(line: Mapping[str, Any], where: str) -> SampleLine:
     try:
-        return SampleLine.from_json(parse_json(line))
+        return SampleLine.from_json(line)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{where}: not a sample of server metrics: {reason}") from None
@@ -188,13 +152,13 @@ def _transfer(pair: str, changes: Mapping[str, float]) -> dict[str, float | None
     return {**whole, "gb_per_s": _ratio(values["bytes"], values["seconds"], 1e-9)}
 
 
-def _gpu(samples: Sequence[SampleLine]) -> tuple[dict[str, float | int | None], ...]:
+def _gpu(samples: Sequence[SampleLine]) -> list[dict[str, float | int | None]]:
     """Peak memory, mean utilisation and energy of every GPU."""
     series: dict[int, list[dict[str, float | int | None]]] = {}
     for sample in samples:
         for entry in sample.gpu:
             series.setdefault(int(entry["index"] or 0), []).append(dict(entry))
-    return tuple(_one_gpu(index, entries) for index, entries in sorted(series.items()))
+    return [_one_gpu(index, entries) for index, entries in sorted(series.items())]
 
 
 def _one_gpu(index: int, entries: Sequence[dict[str, float | int | None]]) -> dict[str, float | int | None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,18 +126,7 @@ class BenchDirectory:
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Every line of a JSONL file. A last line that was cut off is left out; UsageError for any other damage."""
-        path = self.path / name
-        for number, line in enumerate(_text_lines(path), start=1):
-            try:
-                found = parse_json(line)
-            except ValueError as error:
-                if not line.endswith("\n"):
-                    self.note(f"the last line of {path.name} is incomplete and was ignored")
-                    return
-                raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
-            if not isinstance(found, dict):
-                raise UsageError(f"{path}, line {number}: must be a JSON object")
-            yield found
+        return json_lines(self.path / name, self.note)
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the lines of runs.jsonl. UsageError for a line without what every run has."""
@@ -177,6 +166,22 @@ class BenchDirectory:
         for file in self._files.values():
             file.close()
         self._files = {}
+
+
+def json_lines(path: Path, note: Callable[[str], None] = lambda _: None) -> Iterator[dict[str, Any]]:
+    """Yield every line of a JSONL file; none if there is no such file. A last line that was cut off is left out and
+    given to `note`; UsageError for any other damage."""
+    for number, line in enumerate(_text_lines(path), start=1):
+        try:
+            found = parse_json(line)
+        except ValueError as error:
+            if not line.endswith("\n"):
+                note(f"the last line of {path.name} is incomplete and was ignored")
+                return
+            raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise UsageError(f"{path}, line {number}: must be a JSON object")
+        yield found
 
 
 def _text_lines(path: Path) -> Iterator[str]:

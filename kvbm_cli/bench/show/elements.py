@@ -1,23 +1,24 @@
 """Templates that escape their values: only `Markup` enters the page unescaped.
 
-Numbers are formatted for people. Every function takes `None` for an unknown value and returns `None` for it. Charts get
-distributions, rates of counters, and fewer points with the same outline.
+Templates format numbers for people by filters. Each takes `None`, or a key that an older summary lacks, for an unknown
+value and returns `None` for it. Charts get distributions, rates of counters, and fewer points with the same outline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from kvbm.config.sizes import format_size
-from kvbm.text.outside import one_line
+from kvbm.text.outside import one_line, without_url_secrets
 from kvbm_cli.terminal.quantities import utc_time
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 THIN = "\u202f"  # narrow space that does not break
 Point = tuple[float, float]
+Formats = tuple[Callable[..., Any], ...]
 ECDF_POINTS = 300
 RATE_POINTS = 240
 
@@ -47,16 +49,24 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _templates() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import ChainableUndefined, Environment, FileSystemLoader, StrictUndefined
+
+    class Absent(ChainableUndefined, StrictUndefined):
+        """A key that an older summary lacks: unknown to a filter, and an error anywhere else."""
 
     found = Environment(
         loader=FileSystemLoader(Path(__file__).resolve().parents[2]),
         autoescape=True,
         finalize=printable_text,
         trim_blocks=True,
-        undefined=StrictUndefined,
+        undefined=Absent,
     )
-    found.filters["prose"] = prose
+    words: Formats = (address, interval, prose, sentence_case, with_interval)
+    numbers: Formats = (count, day, decimal, microseconds, percent, ratio, size)
+    found.filters.update({one.__name__: one for one in (*numbers, *words)})
+    found.filters["text"] = string
+    for_macros: Formats = (decimal, interval_words, median_interval, percent, versus)
+    found.globals.update({one.__name__: one for one in for_macros})
     found.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return found
 
@@ -68,17 +78,13 @@ def printable_text(value: object) -> str:
     return "" if value is None else one_line(str(value)).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def markup(html: str, *values: str) -> Markup:
-    """Return HTML whose `{}` are replaced by the escaped values."""
-    return Markup(html).format(*map(printable_text, values))
-
-
 def prose(sentence: str) -> Markup:
     """Return a sentence whose `code` is in backticks."""
     parts = sentence.split("`")
     if len(parts) % 2 == 0:
-        return markup("{}", sentence)
-    return Markup().join(markup("<code>{}</code>" if index % 2 else "{}", part) for index, part in enumerate(parts))
+        parts = [sentence]
+    forms = (Markup("<code>{}</code>" if index % 2 else "{}") for index in range(len(parts)))
+    return Markup().join(form.format(printable_text(part)) for form, part in zip(forms, parts, strict=True))
 
 
 def at(data: Any, *path: str) -> Any:
@@ -94,10 +100,6 @@ def number(value: Any) -> float | None:
     """Return the value if it is a finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def listing(value: Any) -> list[Any]:
@@ -145,6 +147,23 @@ def size(value: Any) -> str | None:
     return None if amount is None else format_size(round(amount))
 
 
+def microseconds(milliseconds: Any) -> str | None:
+    amount = number(milliseconds)
+    return None if amount is None else decimal(amount * 1e3)
+
+
+def address(url: str | None) -> str | None:
+    return None if url is None else without_url_secrets(url)
+
+
+def versus(comparison: Mapping[str, Any]) -> str:
+    return f"{comparison['measured']} against {comparison['reference']}"
+
+
+def interval_words(ends: str | None) -> str:
+    return "no interval: too few samples" if ends is None else f"95% interval {ends}"
+
+
 def interval(value: Any, shown: Callable[[Any], str | None] = ratio) -> str | None:
     """`1.9 to 2.8` for a list of two numbers."""
     ends = listing(value)
@@ -164,12 +183,9 @@ def sentence_case(sentence: str) -> str:
     return start + sentence[1:] + ("" if sentence.endswith((".", "!", "?")) else ".")
 
 
-def day(unix_s: float | None) -> str | None:
-    return None if unix_s is None else utc_time(unix_s).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def anchor(index: int) -> str:
-    return f"cell-{index + 1}"
+def day(unix_s: Any) -> str | None:
+    moment = number(unix_s)
+    return None if moment is None else utc_time(moment).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def distribution(values: Sequence[float], limit: int = ECDF_POINTS) -> list[Point]:
@@ -181,25 +197,14 @@ def distribution(values: Sequence[float], limit: int = ECDF_POINTS) -> list[Poin
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points that keep the outline, by the largest triangle of three buckets (Steinarsson, 2013).
-
-    `points` ascend in their first coordinate. The first and the last are kept. `limit` is at least 3.
-    """
+    """Return about `limit` points that keep the outline: the lowest and the highest of equally long parts, and the
+    last. `points` ascend in their first coordinate."""
     if len(points) <= limit:
         return list(points)
-    width = (len(points) - 2) / (limit - 2)
-    kept = [points[0]]
-    for bucket in range(limit - 2):
-        start, end = 1 + int(bucket * width), 1 + int((bucket + 1) * width)
-        following = points[end : min(len(points), 1 + int((bucket + 2) * width))] or points[-1:]
-        middle = (sum(x for x, _ in following) / len(following), sum(y for _, y in following) / len(following))
-        kept.append(max(points[start:end], key=lambda point: _triangle(kept[-1], point, middle)))
-    return [*kept, points[-1]]
-
-
-def _triangle(first: Point, second: Point, third: Point) -> float:
-    """Twice its area."""
-    return abs((first[0] - third[0]) * (second[1] - first[1]) - (first[0] - second[0]) * (third[1] - first[1]))
+    length = -(-2 * len(points) // limit)
+    parts = [points[start : start + length] for start in range(0, len(points), length)]
+    ends = {end(part, key=itemgetter(1)) for part in parts for end in (min, max)}
+    return sorted({points[0], *ends, points[-1]})
 
 
 def rates(samples: Sequence[dict[str, Any]], *path: str, limit: int = RATE_POINTS) -> list[tuple[float, float]]:
@@ -238,3 +243,10 @@ def median_interval(cell: dict[str, Any], arm: str) -> str | None:
             if at(found, role) == arm:
                 return interval(at(found, "ttft_percentiles", "p50", role, "interval_95"), decimal)
     return None
+
+
+def caveats_in(summary: Mapping[str, Any]) -> list[str]:
+    """Return those of the run, then those of the cells, with the name of the cell if there are several."""
+    cells = summary["cells"]
+    own = [caveat if len(cells) == 1 else f"{cell['name']}: {caveat}" for cell in cells for caveat in cell["caveats"]]
+    return list(dict.fromkeys([*(summary.get("caveats") or ()), *own]))

@@ -1,22 +1,17 @@
-"""What each chart of a cell shows: its title, its data, its description in words and the same numbers as a table.
+"""What each chart of a cell shows: its data, and the same numbers as a table, whose caption is its title.
 
 A function returns `None` if the run has no data for its chart. Times are in ms, rounded to 0.01.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results, percentile
-from kvbm_cli.bench.show.elements import (
-    ReportTable,
-    count,
-    decimal,
-    distribution,
-)
+from kvbm_cli.bench.show.elements import ReportTable, count, decimal, distribution
 
 SOURCES = {
     "g1": "G1, device memory",
@@ -29,17 +24,16 @@ SOURCES = {
 QUARTILES = (25, 50, 75)
 WHISKERS = (5, 25, 50, 75, 95)
 ARM_STYLES = 6
+UNUSABLE = ("invalid", "wrong")  # verdicts
 Legend = list[tuple[str, str]]  # style and name
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`data` goes to the script that draws `kind`. `description` replaces the chart for readers who do not see it."""
+    """`data` goes to the script that draws `kind`. `table` replaces the chart for readers who do not see it."""
 
     kind: str
-    title: str
     note: str
-    description: str
     legends: Sequence[Legend]
     data: dict[str, Any]
     table: ReportTable
@@ -107,12 +101,6 @@ class CellView:
         return self.arms.index(arm)
 
 
-def figures_of(view: CellView) -> list[Figure]:
-    """Return the figures of the requests, in the order of the page."""
-    makers: tuple[Callable[[CellView], Figure | None], ...] = (by_turn, by_source, ecdf)
-    return [figure for make in makers if view.answered and (figure := make(view)) is not None]
-
-
 def arm_legend(view: CellView, arms: Iterable[str], shape: str = "line") -> Legend:
     return [(f"{shape} arm-{view.number_of(arm) % ARM_STYLES}", arm) for arm in arms]
 
@@ -144,21 +132,16 @@ def by_turn(view: CellView) -> Figure | None:
                 low, median, high = rounded(percentile(values, one) for one in QUARTILES)
                 found[arm].append([turn, low, median, high])
                 rows.append((arm, str(turn), *map(decimal, (low, median, high)), count(len(values))))
-    ends = [
-        f"{arm} from {decimal(lines[0][2])} ms at turn {lines[0][0]} to {decimal(lines[-1][2])} ms at turn "
-        f"{lines[-1][0]}"
-        for arm, lines in found.items()
-    ]
-    title = "Time to first token by turn, in ms"
     return Figure(
         kind="turns",
-        title=title,
         note=f"Median and quartiles of all {count(len(view.answered))} answered requests.",
-        description=f"Line chart. Median time to first token: {'; '.join(ends)}.",
         legends=[arm_legend(view, found)],
         data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
         table=ReportTable(
-            title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows, names=2
+            "Time to first token by turn, in ms",
+            ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"),
+            rows,
+            names=2,
         ),
     )
 
@@ -186,18 +169,10 @@ def by_source(view: CellView) -> Figure | None:
         arm: {source: rounded(percentile(values, one) for one in WHISKERS) for source, values in own.items()}
         for arm, own in groups.items()
     }
-    medians = [
-        f"{SOURCES[source]}: "
-        + ", ".join(f"{arm} {decimal(own[source][2])} ms" for arm, own in boxes.items() if source in own)
-        for source in sources
-    ]
-    title = "Time to first token by source of the prompt, in ms"
     return Figure(
         kind="sources",
-        title=title,
         note="A request counts for the source of most of its prompt tokens. "
         "Box: quartiles and median; whiskers: 5% to 95%.",
-        description=f"Box plot on a logarithmic axis. Medians by source: {'; '.join(medians)}.",
         legends=[arm_legend(view, groups, "box")],
         data={
             "sources": [SOURCES[source].partition(",")[0] for source in sources],
@@ -207,7 +182,7 @@ def by_source(view: CellView) -> Figure | None:
             ],
         },
         table=ReportTable(
-            title,
+            "Time to first token by source of the prompt, in ms",
             ("Source", "Arm", "5%", "Lower quartile", "Median", "Upper quartile", "95%", "Requests"),
             [
                 (SOURCES[source], arm, *map(decimal, own[source]), count(len(groups[arm][source])))
@@ -228,13 +203,9 @@ def ecdf(view: CellView) -> Figure | None:
     lines = {arm: distribution(own) for arm, own in values.items()}
     percents = (5, 10, 25, 50, 75, 90, 95)
     found = {arm: [percentile(own, one) for one in percents] for arm, own in values.items()}
-    halves = [f"{arm} {decimal(times_ms[3])} ms" for arm, times_ms in found.items()]
-    title = "Share of requests with their first token within a time, in ms"
     return Figure(
         kind="ecdf",
-        title=title,
         note=f"Empirical distribution over {view.primary_name}. A line further left is faster.",
-        description=f"Step chart on a logarithmic axis. Half of the requests were within: {', '.join(halves)}.",
         legends=[arm_legend(view, lines)],
         data={
             "arms": [
@@ -243,7 +214,7 @@ def ecdf(view: CellView) -> Figure | None:
             ]
         },
         table=ReportTable(
-            title,
+            "Share of requests with their first token within a time, in ms",
             ("Arm", *(f"{one}%" for one in percents), "Requests"),
             [(arm, *map(decimal, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],
         ),

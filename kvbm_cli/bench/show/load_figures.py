@@ -1,4 +1,4 @@
-"""Charts of gains by pressure, of the parts of a request's time, and of a pair of runs over time; costs of the arms."""
+"""Charts of gains by pressure, of the parts of a request's time, and of a pair of runs over time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from kvbm_cli.bench.show.elements import (
     count,
     decimal,
     interval,
-    listing,
-    mapping,
     number,
-    percent,
     rates,
     ratio,
-    size,
     thinned,
+    versus,
 )
 from kvbm_cli.bench.show.figures import (
     ARM_STYLES,
     SOURCES,
+    UNUSABLE,
     CellView,
     Figure,
     Report,
@@ -33,7 +31,6 @@ from kvbm_cli.bench.show.figures import (
     rounded,
     source_legend,
 )
-from kvbm_cli.bench.show.sections import UNUSABLE
 
 PARTS = ("client late", "queue", "first token", "generation")
 TIMELINE_POINTS = 600
@@ -44,37 +41,33 @@ def ladder(report: Report) -> Figure | None:
     lines: dict[tuple[str, str], list[list[float]]] = {}
     rows, unusable = [], []
     for cell in report.cells():
-        pressure = number(cell.get("pressure"))
-        for found in listing(cell.get("comparisons")):
-            paired = at(found, "ttft_speedup_paired")
-            mean, ends = number(at(paired, "geometric_mean")), listing(at(paired, "interval_95"))
-            if pressure is None or mean is None:
+        pressure = cell["pressure"]
+        for found in cell["comparisons"]:
+            paired = found["ttft_speedup_paired"]
+            if pressure is None or paired is None or (mean := paired["geometric_mean"]) is None:
                 continue
-            name = f"{found.get('measured')} against {found.get('reference')}, {workload_name(cell)}"
-            low, high = (number(end) or mean for end in ends) if len(ends) == 2 else (mean, mean)
-            if found.get("verdict") in UNUSABLE:
+            name, ends = f"{versus(found)}, {cell['workload']['name']}", paired["interval_95"]
+            low, high = (end or mean for end in ends or (None, None))
+            if found["verdict"] in UNUSABLE:
                 unusable.append(f"{decimal(pressure)} ({found['verdict']})")
-            lines.setdefault((str(found.get("measured")), name), []).append([pressure, low, mean, high])
-            rows.append((name, str(found.get("verdict")), decimal(pressure), ratio(mean), interval(ends)))
+            lines.setdefault((found["measured"], name), []).append([pressure, low, mean, high])
+            rows.append((name, found["verdict"], decimal(pressure), ratio(mean), interval(ends)))
     if max((len(points) for points in lines.values()), default=0) < 2:
         return None
     styles = _styles(report.arms(), [measured for measured, _ in lines])
-    title = "Speed-up of the time to first token by pressure"
     return Figure(
         kind="ladder",
-        title=title,
         note="Geometric mean over pairs of equal requests, with its 95% interval; above 1 is faster. "
         "Pressure: working set over the capacity of G1."
         + (f" Not usable: pressure {', '.join(dict.fromkeys(unusable))}." if unusable else ""),
-        description="Line chart. "
-        + "; ".join(
-            f"{name}: " + ", ".join(f"{ratio(mean)} at pressure {decimal(p)}" for p, _, mean, _ in points)
-            for (_, name), points in lines.items()
-        )
-        + ".",
         legends=[[(f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)]],
         data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
-        table=ReportTable(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
+        table=ReportTable(
+            "Speed-up of the time to first token by pressure",
+            ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"),
+            rows,
+            names=2,
+        ),
     )
 
 
@@ -82,8 +75,7 @@ def pareto(report: Report) -> list[Figure]:
     """Return the time to first token, and the time between tokens, over the throughput of every arm: a point per load
     of a sweep. Empty without a sweep."""
     metrics = (("ttft_ms", "TTFT", "time to first token"), ("itl_ms", "ITL", "time between tokens"))
-    found = [_pareto(report, key, short, name) for key, short, name in metrics]
-    return [figure for figure in found if figure is not None]
+    return [one for key, short, name in metrics if (one := _pareto(report, key, short, name)) is not None]
 
 
 def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
@@ -91,8 +83,8 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
     rows = []
     for cell in report.cells():
         load = _load_of(cell)
-        for arm, own in mapping(cell.get("arms")).items():
-            tokens, time_ms = number(at(own, "throughput", "output_tokens_per_s")), number(at(own, key, "p50"))
+        for arm, own in cell["arms"].items():
+            tokens, time_ms = own["throughput"]["output_tokens_per_s"], own[key]["p50"]
             if load is None or tokens is None or time_ms is None:
                 continue
             tokens /= _ranks(report, arm)
@@ -108,15 +100,8 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
     unit = "output tokens per second" + (" and GPU" if is_per_rank else "")
     return Figure(
         kind="pareto",
-        title=title,
         note=f"A point per load. To the right and down is better: more tokens per second, and a shorter median {name} "
         "of the phase that the result is about.",
-        description="Line chart. "
-        + "; ".join(
-            f"{arm}: " + ", ".join(f"{decimal(y)} ms at {decimal(x)} tokens/s" for x, y in points)
-            for (arm, _), points in swept.items()
-        )
-        + ".",
         legends=[[(f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)]],
         data={
             "x": unit,
@@ -134,17 +119,16 @@ def _ranks(report: Report, arm: str) -> float:
 
 
 def _load_of(cell: Mapping[str, Any]) -> str | None:
-    interval_s, sessions = number(at(cell, "plan", "interval_s")), number(at(cell, "plan", "concurrency"))
+    interval_s, sessions = cell["plan"]["interval_s"], cell["plan"]["concurrency"]
     if interval_s:
         return f"{1 / interval_s:.3g} requests/s"
-    return f"{sessions:.0f} sessions" if sessions else None
+    return f"{sessions} sessions" if sessions else None
 
 
 def _without_load(cell: Mapping[str, Any]) -> str:
     """Return what cells of one sweep have in common."""
-    workload = mapping(cell.get("workload"))
-    kept = {key: value for key, value in workload.items() if key not in ("name", "schedule")}
-    return json.dumps([cell.get("pressure"), kept], sort_keys=True)
+    kept = {key: value for key, value in cell["workload"].items() if key not in ("name", "schedule")}
+    return json.dumps([cell["pressure"], kept], sort_keys=True)
 
 
 def _styles(arms: list[str], measured: list[str]) -> list[int]:
@@ -152,11 +136,6 @@ def _styles(arms: list[str], measured: list[str]) -> list[int]:
     if len(set(measured)) < len(measured) or not set(measured) <= set(arms):
         return list(range(len(measured)))
     return [arms.index(arm) for arm in measured]
-
-
-def workload_name(cell: dict[str, Any]) -> str:
-    name = at(cell, "workload", "name")
-    return name if isinstance(name, str) else str(cell["name"])
 
 
 def parts_of_time(view: CellView) -> Figure | None:
@@ -170,23 +149,14 @@ def parts_of_time(view: CellView) -> Figure | None:
     rows = {
         arm: [part for name, part in zip(PARTS, parts, strict=True) if name in names] for arm, parts in known.items()
     }
-    title = "Where the time of a request goes, mean in ms"
     queue = "" if has_queue else " The server reports no queue time, so the first token includes it."
     return Figure(
         kind="parts",
-        title=title,
         note=f"Mean over all answered requests.{queue}",
-        description="Stacked bar chart. "
-        + "; ".join(
-            f"{arm}: "
-            + ", ".join(f"{name} {decimal(part) or 'unknown'} ms" for name, part in zip(names, parts, strict=True))
-            for arm, parts in rows.items()
-        )
-        + ".",
         legends=[[(f"part-{PARTS.index(name)}", name) for name in names]],
         data={"arms": list(rows), "parts": [PARTS.index(name) for name in names], "rows": list(rows.values())},
         table=ReportTable(
-            title,
+            "Where the time of a request goes, mean in ms",
             ("Arm", *names, "total"),
             [(arm, *map(decimal, parts), decimal(sum(p or 0 for p in parts))) for arm, parts in rows.items()],
         ),
@@ -208,59 +178,8 @@ def _parts(view: CellView, arm: str, points: Sequence[RequestRecord]) -> list[fl
     return [None if part is None else round(part, 2) for part in known]
 
 
-def time_models(cell: dict[str, Any]) -> ReportTable | None:
-    """Return the linear model of TTFT over prompt tokens by source, of every comparison that has one."""
-    rows = []
-    for found in listing(cell.get("comparisons")):
-        model = mapping(at(found, "ttft_model"))
-        if number(model.get("computed_ms_per_token")) is not None:
-            rows.append(
-                (
-                    f"{found.get('measured')} and {found.get('reference')}",
-                    *(decimal(model.get(name)) for name in ("base_ms", "load_ms")),
-                    *(_microseconds(model.get(f"{source}_ms_per_token")) for source in ("computed", "g2", "g3")),
-                    *(count(model.get(f"{tier}_break_even_tokens")) for tier in ("g2", "g3")),
-                    percent(model.get("explained")),
-                    count(model.get("request_count")),
-                )
-            )
-    header = ("Requests of", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
-    caption = "Linear model of the time to first token"
-    pays = ("G2 pays from, tokens", "G3 pays from, tokens")
-    return ReportTable(caption, (*header, *pays, "Variance explained", "Requests"), rows) if rows else None
-
-
-def _microseconds(per_token_ms: Any) -> str | None:
-    amount = number(per_token_ms)
-    return None if amount is None else decimal(amount * 1e3)
-
-
-def costs(view: CellView) -> ReportTable | None:
-    """Return what the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
-    rows = [(arm, *_cost(mapping(at(view.cell, "arms", arm, "cost")))) for arm in view.arms]
-    header = (
-        *("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests"),
-        *("GPU energy, J per 1,000 requests", "Tokens per core second", "Price per million tokens"),
-    )
-    is_known = any(value is not None for _, *values in rows for value in values)
-    return ReportTable("Cost of the engine's processes", header, rows) if is_known else None
-
-
-def _cost(cost: dict[str, Any]) -> tuple[str | None, ...]:
-    return (
-        size(number(cost.get("peak_memory_bytes"))),
-        size(number(cost.get("written_bytes_per_1000_requests"))),
-        decimal(cost.get("cpu_s_per_1000_requests")),
-        decimal(cost.get("energy_j_per_1000_requests")),
-        decimal(cost.get("tokens_per_core_s")),
-        decimal(cost.get("price_per_1m_tokens")),
-    )
-
-
 def timeline(view: CellView) -> Figure | None:
     """TTFT over the time of one pair, with the sources of prompt tokens and the evictions of one arm below."""
-    if not view.answered:
-        return None
     pair = min(point.pair for point in view.answered)
     own = view.by_arm(point for point in view.answered if point.pair == pair)
     points = {arm: _launches(found) for arm, found in own.items()}
@@ -280,9 +199,7 @@ def timeline(view: CellView) -> Figure | None:
     evictions = [("line evictions", "evictions")] if has_evictions else []
     return Figure(
         kind="timeline",
-        title=title,
         note=note,
-        description=_timeline_in_words(points, arm, server),
         legends=[one for one in (arm_legend(view, points, "mark"), source_legend(sources), evictions) if one],
         data={
             "arms": [
@@ -309,8 +226,7 @@ def _run_of(view: CellView, pair: int, arm: str) -> str:
 def _arm_with_samples(view: CellView, pair: int, arms: list[str]) -> str | None:
     """Return the arm under test, or the first that has samples of its server."""
     with_samples = [arm for arm in arms if _run_of(view, pair, arm) in view.report.samples]
-    kinds = {arm: view.report.summary["arms"].get(arm) for arm in with_samples}
-    tested = [arm for arm, is_ in kinds.items() if isinstance(is_, dict) and is_.get("kind") in ("kvbm", "profile")]
+    tested = [arm for arm in with_samples if at(view.report.summary["arms"], arm, "kind") in ("kvbm", "profile")]
     return next(iter([*tested, *with_samples]), None)
 
 
@@ -324,14 +240,6 @@ def _server(samples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _has_events(line: Sequence[Sequence[float]]) -> bool:
     return any(rate for _, rate in line)
-
-
-def _timeline_in_words(
-    points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
-) -> str:
-    spans = [f"{name}: {count(len(found))} requests" for name, found in points.items()]
-    text = f"Scatter chart of time to first token by launch time. {'; '.join(spans)}."
-    return text if server is None else f"{text} Below: counters of the server, per second, of arm {arm}."
 
 
 def _timeline_table(

@@ -225,7 +225,7 @@
   }
 
   function draw(box) {
-    const chart = data.charts[Number(box.dataset.chart)];
+    const chart = JSON.parse(box.dataset.chart);
     const kept = drawn.get(box) ?? echarts.init(box, null, { renderer: "svg" });
     drawn.set(box, kept);
     kept.setOption(options[chart.kind](chart, box), true);

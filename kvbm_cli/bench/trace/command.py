@@ -6,10 +6,11 @@ The result is JSON data, or a page of at most 80 columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbm.config.sizes import MAX_BYTES, format_size, parse_size
 from kvbm.core.shadow_caches import EVICTIONS
@@ -18,7 +19,6 @@ from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import (
     NEARLY_ALL,
     EvictionCurves,
-    Lengths,
     TraceAnalysis,
     analyse,
     has_sessions,
@@ -27,15 +27,10 @@ from kvbm_cli.bench.trace.analysis import (
 from kvbm_cli.bench.trace.request import TraceFormat, Turns, parse_columns
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.size.request import SizeRequest
-from kvbm_cli.terminal.console import print_json
+from kvbm_cli.terminal.console import WIDTH, print_data, print_json, table
 from kvbm_cli.terminal.progress import ProgressDisplay
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 PROGRESS_AFTER_S = 2.0
-WIDTH = 80
 SHARES = (0.5, 0.8, 0.9, 0.95, 1.0)
 CURVE_POINTS = 64
 
@@ -58,10 +53,7 @@ def trace(
     if as_json:
         print_json(as_trace_data(analysis, file.name, bytes_per_token=per_token))
     else:
-        from rich.console import Console
-
-        console = Console(width=WIDTH, markup=False, emoji=False)
-        show_trace(analysis, file.name, console, bytes_per_token=per_token)
+        print_data(shown_trace(analysis, file.name, bytes_per_token=per_token))
     return 0
 
 
@@ -124,9 +116,9 @@ def as_trace_data(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | 
         "largest_turn": analysis.largest_turn,
         "duration_s": analysis.duration_s,
         "requests_per_s": _rate(analysis),
-        "prompt_tokens": _lengths_data(analysis.prompt),
-        "answer_tokens": _lengths_data(analysis.answer),
-        "pauses_s": _lengths_data(analysis.pauses),
+        "prompt_tokens": asdict(analysis.prompt),
+        "answer_tokens": analysis.answer and asdict(analysis.answer),
+        "pauses_s": analysis.pauses and asdict(analysis.pauses),
         "block_tokens": analysis.form.block_tokens,
         "bytes_per_token": bytes_per_token,
         "unique_blocks": analysis.unique_blocks,
@@ -147,23 +139,16 @@ def as_trace_data(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | 
     }
 
 
-def show_trace(analysis: TraceAnalysis, name: str, console: Console, *, bytes_per_token: int | None) -> None:
-    for line in _facts(analysis, name):
-        console.print(line, highlight=False)
-    console.print(_lengths_table(analysis))
-    if analysis.pauses is not None:
-        console.print(_pauses_table(analysis.pauses))
-    for line in _sharing(analysis):
-        console.print(line, highlight=False)
+def shown_trace(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | None) -> str:
+    parts = [_facts(analysis, name), _lengths(analysis), _sharing(analysis)]
     if analysis.curve.ideal:
-        console.print(_capacity_table(analysis, bytes_per_token))
+        parts.append(_capacities(analysis, bytes_per_token))
     if analysis.evictions is not None:
-        console.print("Simulated hit rates of blocks, by eviction", highlight=False)
-        console.print(_evictions_table(analysis, analysis.evictions, bytes_per_token))
-        for line in _enough(analysis, analysis.evictions, bytes_per_token):
-            console.print(line, highlight=False)
-    for note in notes(analysis):
-        console.print(f"note: {one_line(note)}", highlight=False)
+        parts.append(_evictions(analysis, analysis.evictions, bytes_per_token))
+    if found := notes(analysis):
+        lines = (f"note: {one_line(note)}" for note in found)
+        parts.append([textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines])
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _facts(analysis: TraceAnalysis, name: str) -> list[str]:
@@ -181,20 +166,15 @@ def _facts(analysis: TraceAnalysis, name: str) -> list[str]:
     ]
 
 
-def _lengths_table(analysis: TraceAnalysis) -> Table:
-    table = _table("tokens per request", "mean", "p50", "p90", "p99", "max")
-    for label, lengths in (("prompt", analysis.prompt), ("answer", analysis.answer)):
-        if lengths is not None:
-            numbers = (lengths.mean, lengths.p50, lengths.p90, lengths.p99, lengths.max)
-            table.add_row(label, *(f"{number:,.0f}" for number in numbers))
-    return table
-
-
-def _pauses_table(pauses: Lengths) -> Table:
-    table = _table("seconds between turns", "mean", "p50", "p90", "p99", "max")
-    numbers = (pauses.mean, pauses.p50, pauses.p90, pauses.p99, pauses.max)
-    table.add_row("pause", *(f"{number:,.1f}" for number in numbers))
-    return table
+def _lengths(analysis: TraceAnalysis) -> list[str]:
+    heads = ("mean", "p50", "p90", "p99", "max")
+    tokens = (("prompt", analysis.prompt), ("answer", analysis.answer))
+    rows = [(name, *(f"{one:,.0f}" for one in astuple(lengths))) for name, lengths in tokens if lengths is not None]
+    found = [_table([("tokens per request", *heads), *rows])]
+    if analysis.pauses is not None:
+        pauses = (f"{one:,.1f}" for one in astuple(analysis.pauses))
+        found += ["", _table([("seconds between turns", *heads), ("pause", *pauses)])]
+    return found
 
 
 def _sharing(analysis: TraceAnalysis) -> list[str]:
@@ -209,28 +189,35 @@ def _sharing(analysis: TraceAnalysis) -> list[str]:
     return lines
 
 
-def _capacity_table(analysis: TraceAnalysis, bytes_per_token: int | None) -> Table:
-    table = _table("share of the ideal", "hit rate", "tokens", "blocks", *(["size"] if bytes_per_token else []))
+def _capacities(analysis: TraceAnalysis, bytes_per_token: int | None) -> list[str]:
+    rows = [("share of the ideal", "hit rate", "tokens", "blocks", *(["size"] if bytes_per_token else []))]
     for share, rate, tokens in _shares(analysis):
         sizes = [format_size(tokens * bytes_per_token)] if bytes_per_token else []
-        table.add_row(f"{share:.0%}", f"{rate:.1%}", f"{tokens:,}", f"{_blocks(analysis, tokens):,}", *sizes)
-    return table
+        rows.append((f"{share:.0%}", f"{rate:.1%}", f"{tokens:,}", f"{_blocks(analysis, tokens):,}", *sizes))
+    return [_table(rows)]
 
 
-def _evictions_table(analysis: TraceAnalysis, curves: EvictionCurves, bytes_per_token: int | None) -> Table:
-    table = _table("blocks", *(["size"] if bytes_per_token else []), *curves.rates)
+def _evictions(analysis: TraceAnalysis, curves: EvictionCurves, bytes_per_token: int | None) -> list[str]:
+    """Return the hit rates by eviction, and the capacity at which each has nearly all hits."""
+
+    def sizes(blocks: int) -> list[str]:
+        return [format_size(blocks * analysis.form.block_tokens * bytes_per_token)] if bytes_per_token else []
+
+    rows = [("blocks", *(["size"] if bytes_per_token else []), *curves.rates)]
     for capacity, rates in zip(curves.capacities, zip(*curves.rates.values(), strict=True), strict=True):
-        size = [format_size(capacity * analysis.form.block_tokens * bytes_per_token)] if bytes_per_token else []
-        table.add_row(f"{capacity:,}", *size, *(f"{rate:.1%}" for rate in rates))
-    return table
+        rows.append((f"{capacity:,}", *sizes(capacity), *(f"{rate:.1%}" for rate in rates)))
+    return [
+        *("Simulated hit rates of blocks, by eviction", "", _table(rows), ""),
+        f"{NEARLY_ALL:.0%} of the hits of an unlimited cache require",
+        *(
+            f"  {blocks:,} blocks{''.join(f', {size},' for size in sizes(blocks))} with `{policy}`"
+            for policy, blocks in curves.nearly_all.items()
+        ),
+    ]
 
 
-def _enough(analysis: TraceAnalysis, curves: EvictionCurves, bytes_per_token: int | None) -> Iterator[str]:
-    """Yield lines with the capacity at which each eviction has nearly all hits."""
-    yield f"{NEARLY_ALL:.0%} of the hits of an unlimited cache require"
-    for policy, blocks in curves.nearly_all.items():
-        size = f", {format_size(blocks * analysis.form.block_tokens * bytes_per_token)}," if bytes_per_token else ""
-        yield f"  {blocks:,} blocks{size} with `{policy}`"
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return table(rows, right=range(1, len(rows[0])))
 
 
 def _evictions_data(analysis: TraceAnalysis, bytes_per_token: int | None) -> list[dict[str, Any]]:
@@ -253,17 +240,6 @@ def _evictions_data(analysis: TraceAnalysis, bytes_per_token: int | None) -> lis
         }
         for policy, rates in curves.rates.items()
     ]
-
-
-def _table(label: str, *columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    table.add_column(label, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
 
 
 def _shares(analysis: TraceAnalysis) -> list[tuple[float, float, int]]:
@@ -296,10 +272,6 @@ def _blocks(analysis: TraceAnalysis, tokens: int) -> int:
 
 def _rate(analysis: TraceAnalysis) -> float | None:
     return analysis.requests / analysis.duration_s if analysis.duration_s else None
-
-
-def _lengths_data(lengths: Lengths | None) -> dict[str, Any] | None:
-    return None if lengths is None else asdict(lengths)
 
 
 def _duration(seconds: float) -> str:

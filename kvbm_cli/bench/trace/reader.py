@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,42 @@ MAX_TOKENS = 10_000_000
 MAX_MS = 1e13  # of a time stamp since 1970 in milliseconds, in the year 2286
 MAX_HASH_ID = 2**64 - 1
 MAX_SHOWN = 60
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+_COUNT: tuple[Callable[[Any], object], str] = (
+    lambda value: type(value) is int and 1 <= value <= MAX_TOKENS,
+    f"a whole number of tokens from 1 to {MAX_TOKENS:,}",
+)
+# What is a right value of a field.
+_EXPECTED: Mapping[str, tuple[Callable[[Any], object], str]] = {
+    "session_id": (
+        lambda value: value if isinstance(value, str) else type(value) is int and abs(value) <= MAX_HASH_ID,
+        "text or a whole number",
+    ),
+    "input_length": _COUNT,
+    "output_length": _COUNT,
+    "hash_ids": (
+        lambda value: isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_HASH_ID for one in value),
+        "a list of whole numbers from 0 to 2^64 - 1",
+    ),
+    "text_input": (lambda value: isinstance(value, str) and value, "text"),
+    "messages": (
+        lambda value: _are_objects(value) and all(isinstance(one.get("role"), str) for one in value),
+        "a list of at least one object, each with a text `role`",
+    ),
+    "tools": (_are_objects, "a list of at least one object"),
+    "payload": (
+        lambda value: isinstance(value, dict) and ("prompt" in value) != ("messages" in value),
+        "the body of a request with either `prompt` or `messages`",
+    ),
+    "extra": (lambda value: isinstance(value, dict) and value, "an object with at least one key"),
+}
+_LISTS = ("hash_ids", "messages", "tools")
+_WITH_TEXT = ("text_input", "messages", "tools", "payload", "extra")
 
 
 class TraceReader:
@@ -172,20 +208,25 @@ class _Line:
                 f"exactly one of {self._names(INPUTS)} is required, and {found if given else none}",
                 hint=None if given else self._column_hint(),
             )
-        input_tokens = self._count("input_length")
+        session_id, messages, tools = (self._checked(name) for name in ("session_id", "messages", "tools"))
+        input_tokens, hash_ids = self._checked("input_length"), self._checked("hash_ids")
+        if hash_ids is not None:
+            self._require_blocks(input_tokens, len(hash_ids))
+        if tools is not None and messages is None:
+            self._refuse(f"`{self.form.name('tools')}` requires `{self.form.name('messages')}`")
         return TraceRequest(
             line=self.number,
             timestamp_ms=self._milliseconds("timestamp"),
             delay_ms=self._milliseconds("delay"),
-            session_id=self._session_id(),
+            session_id=None if session_id is None else str(session_id),
             input_tokens=input_tokens,
-            output_tokens=self._count("output_length"),
-            hash_ids=self._hash_ids(input_tokens),
-            text=self._text(),
-            messages=self._messages(),
-            tools=self._tools(),
-            payload=self._payload(),
-            extra=self._object("extra"),
+            output_tokens=self._checked("output_length"),
+            hash_ids=None if hash_ids is None else tuple(hash_ids),
+            text=self._checked("text_input"),
+            messages=None if messages is None else tuple(messages),
+            tools=None if tools is None else tuple(tools),
+            payload=self._checked("payload"),
+            extra=self._checked("extra"),
         )
 
     def _get(self, name: str) -> Any:
@@ -198,101 +239,44 @@ class _Line:
     def _refuse(self, message: str, *, hint: str | None = None) -> NoReturn:
         raise ProfileError(f"{self.path}:{self.number}: {message}", hint=hint)
 
-    def _refuse_value(self, name: str, expected: str, value: object, *, hint: str | None = None) -> NoReturn:
-        self._refuse(f"`{self.form.name(name)}` must be {expected}, not {_shown(value)}", hint=hint)
-
-    def _count(self, name: str) -> int | None:
+    def _checked(self, name: str) -> Any:
+        """Return the value of a field, None without one. Of a wrong list, the first wrong element is named."""
         value = self._get(name)
         if value is None:
             return None
-        if type(value) is not int or not 1 <= value <= MAX_TOKENS:
-            self._refuse_value(name, f"a whole number of tokens from 1 to {MAX_TOKENS:,}", value)
+        is_right, expected = _EXPECTED[name]
+        if not is_right(value):
+            parts = value if isinstance(value, list) and name in _LISTS else []
+            wrong = next((one for one in parts if not is_right([one])), value)
+            self._refuse(f"`{self.form.name(name)}` must be {expected}, not {_shown(wrong)}")
+        if name in _WITH_TEXT:
+            self._require_unicode(name, value)
         return value
 
     def _milliseconds(self, name: str) -> float | None:
-        value = self._get(name)
+        value, most = self._get(name), MAX_MS / self.form.time_scale
         if value is None:
             return None
-        if type(value) not in (int, float) or not (0 <= value <= MAX_MS / self.form.time_scale):
-            limit = f"from 0 to {MAX_MS / self.form.time_scale:.3g}"
-            hint = "for microseconds, set the time scale to 0.001" if type(value) in (int, float) else None
-            self._refuse_value(name, f"a number of milliseconds {limit}", value, hint=hint)
+        is_number = type(value) in (int, float)
+        if not is_number or not 0 <= value <= most:
+            self._refuse(
+                f"`{self.form.name(name)}` must be a number of milliseconds from 0 to {most:.3g}, not {_shown(value)}",
+                hint="for microseconds, set the time scale to 0.001" if is_number else None,
+            )
         return float(value) * self.form.time_scale
 
-    def _session_id(self) -> str | None:
-        value = self._get("session_id")
-        if value is None:
-            return None
-        if type(value) is int and abs(value) <= MAX_HASH_ID:
-            return str(value)
-        if not isinstance(value, str) or not value:
-            self._refuse_value("session_id", "text or a whole number", value)
-        return value
-
-    def _hash_ids(self, input_tokens: int | None) -> tuple[int, ...] | None:
-        value = self._get("hash_ids")
-        if value is None:
-            return None
-        if not isinstance(value, list):
-            self._refuse_value("hash_ids", "a list of whole numbers", value)
-        for one in value:
-            if type(one) is not int or not 0 <= one <= MAX_HASH_ID:
-                self._refuse_value("hash_ids", "a list of whole numbers from 0 to 2^64 - 1", one)
+    def _require_blocks(self, input_tokens: int | None, id_count: int) -> None:
+        """Refuse hash ids that are not one per block of the prompt."""
+        ids, length = self.form.name("hash_ids"), self.form.name("input_length")
         if input_tokens is None:
-            self._refuse(f"`{self.form.name('hash_ids')}` requires `{self.form.name('input_length')}`")
+            self._refuse(f"`{ids}` requires `{length}`")
         block_tokens = self.form.block_tokens
-        if len(value) != (expected := math.ceil(input_tokens / block_tokens)):
+        if id_count != (expected := math.ceil(input_tokens / block_tokens)):
             self._refuse(
-                f"`{self.form.name('hash_ids')}` has {len(value)} ids, and `{self.form.name('input_length')}` "
-                f"{input_tokens} requires {expected} blocks of {block_tokens} tokens",
-                hint=_other_block(input_tokens, len(value)),
+                f"`{ids}` has {id_count} ids, and `{length}` {input_tokens} requires {expected} blocks of "
+                f"{block_tokens} tokens",
+                hint=_other_block(input_tokens, id_count),
             )
-        return tuple(value)
-
-    def _text(self) -> str | None:
-        value = self._get("text_input")
-        if value is not None and (not isinstance(value, str) or not value):
-            self._refuse_value("text_input", "text", value)
-        if value is not None:
-            self._require_unicode("text_input", value)
-        return value if value is None else str(value)
-
-    def _messages(self) -> tuple[dict[str, Any], ...] | None:
-        messages = self._objects("messages")
-        for message in messages or ():
-            if not isinstance(message.get("role"), str):
-                self._refuse_value("messages", "a list of objects with a text `role`", message)
-        return messages
-
-    def _tools(self) -> tuple[dict[str, Any], ...] | None:
-        tools = self._objects("tools")
-        if tools is not None and self._get("messages") is None:
-            self._refuse(f"`{self.form.name('tools')}` requires `{self.form.name('messages')}`")
-        return tools
-
-    def _payload(self) -> dict[str, Any] | None:
-        payload = self._object("payload")
-        if payload is not None and ("prompt" in payload) == ("messages" in payload):
-            self._refuse_value("payload", "the body of a request with either `prompt` or `messages`", payload)
-        return payload
-
-    def _objects(self, name: str) -> tuple[dict[str, Any], ...] | None:
-        value = self._get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
-            self._refuse_value(name, "a list of at least one object", value)
-        self._require_unicode(name, value)
-        return tuple(value)
-
-    def _object(self, name: str) -> dict[str, Any] | None:
-        value = self._get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict) or not value:
-            self._refuse_value(name, "an object with at least one key", value)
-        self._require_unicode(name, value)
-        return value
 
     def _require_unicode(self, name: str, value: object) -> None:
         """Half of a surrogate pair is possible in JSON, and in no request."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm_cli.bench.judge.compared import Compared, queue_share_of
-from kvbm_cli.bench.judge.estimates import NoModel, TtftModel
-from kvbm_cli.bench.judge.paired import Noise, PairedRatio
 from kvbm_cli.bench.judge.verdict import VerdictLimits
 from kvbm_cli.bench.result.results import LOADED, TIERS, CellResult
 from kvbm_cli.bench.workload.plan import Plan
@@ -64,31 +62,20 @@ class ArmFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class CauseLimits:
-    """Limits of the verdict: the smallest gain that counts, the client's lateness and CPU, and the engine's load."""
-
-    gain: float
-    late_ms: float
-    client_cpu_share: float
-    utilisation: float
-    queue_share: float
-
-
-@dataclass(frozen=True, slots=True)
 class CellFacts:
-    """`verdict` is the comparison's, as in summary.json. `profile` is the measured arm's; empty if it has none."""
+    """`limits` are those of the verdict. `profile` is the measured arm's; empty if it has none."""
 
-    cell: CellResult
-    verdict: str
-    ratio: PairedRatio | None
-    noise: Noise | None
-    ttft_model: TtftModel | NoModel
-    limits: CauseLimits
+    compared: Compared
+    limits: VerdictLimits
     measured: ArmFacts
     reference: ArmFacts
     floor: ArmFacts | None
     reuse: Reuse | None
     profile: Mapping[str, Any]
+
+    @property
+    def cell(self) -> CellResult:
+        return self.compared.cell
 
     @property
     def workload(self) -> Mapping[str, Any]:
@@ -207,25 +194,11 @@ def facts_of(
     reference = facts[compared.reference]
     block_size = reference.size("block_size")
     return CellFacts(
-        cell=cell,
-        verdict=compared.judgement.verdict.value,
-        ratio=compared.ratio,
-        noise=compared.noise,
-        ttft_model=compared.ttft_model,
-        limits=_limits(limits, compared),
+        compared=compared,
+        limits=limits,
         measured=facts[compared.measured],
         reference=reference,
         floor=facts.get(floor) if floor else None,
         reuse=reuse_of(cell.plan, block_size) if block_size else None,
         profile=profile or {},
-    )
-
-
-def _limits(limits: VerdictLimits, compared: Compared) -> CauseLimits:
-    return CauseLimits(
-        gain=limits.margin,
-        late_ms=limits.most_late_ms(compared.medians_ms[1]),
-        client_cpu_share=limits.client_cpu_share,
-        utilisation=limits.collapse_utilisation,
-        queue_share=limits.collapse_queue_share,
     )

@@ -35,7 +35,7 @@ Pair = tuple[float, float]  # TTFT with the reference and with the measured arm,
 
 def lost_blocks(facts: CellFacts) -> list[Why]:
     """All causes that apply, the one with the most blocks first."""
-    if (facts.missed_share or 0.0) < facts.limits.gain or facts.saved_share is None or facts.saved_share >= FEW:
+    if (facts.missed_share or 0.0) < facts.limits.margin or facts.saved_share is None or facts.saved_share >= FEW:
         return []
     filtered = _filtered_from_disk(facts) or _filtered_by_priority(facts)
     found = [_g2_too_small(facts), filtered, _skipped(facts), _disk_off(facts), _shared_off(facts)]
@@ -208,7 +208,7 @@ def _left_on_disk(facts: CellFacts) -> Why | None:
         return None
     # A request that waits looks up its blocks again, so a block may be declined several times.
     left = min((declined + late) * facts.block_size, round(computed * total))
-    if left < facts.limits.gain * total or left < MOST * (left + loaded * facts.block_size):
+    if left < facts.limits.margin * total or left < MOST * (left + loaded * facts.block_size):
         return None
     text = (
         f"the disk is slower than computing: kvbm loaded {loaded:,} blocks from it and left others there. It predicted "
@@ -265,7 +265,7 @@ def _is_no_gain(facts: CellFacts, pairs: Sequence[Pair]) -> bool:
     """Whether the typical request gained less than the margin, and there are enough requests for a median."""
     if len(pairs) < LEAST_COUNTS[50]:
         return False
-    return median(reference / measured for reference, measured in pairs) < 1 + facts.limits.gain
+    return median(reference / measured for reference, measured in pairs) < 1 + facts.limits.margin
 
 
 def _medians(facts: CellFacts, pairs: Sequence[Pair]) -> str:
@@ -278,7 +278,7 @@ def _medians(facts: CellFacts, pairs: Sequence[Pair]) -> str:
 
 def _per_token(facts: CellFacts, tier: str) -> str:
     """Return the costs by the TTFT model, if it exists and explains the same."""
-    model = facts.ttft_model
+    model = facts.compared.ttft_model
     if not isinstance(model, TtftModel):
         return ""
     cost, computed = model.ms_per_token[tier], model.ms_per_token["computed"]

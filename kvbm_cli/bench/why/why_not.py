@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from kvbm_cli.bench.judge.compared import client_of
 from kvbm_cli.bench.judge.paired import is_tight
-from kvbm_cli.bench.judge.verdict import LONGER_TIMES
+from kvbm_cli.bench.judge.verdict import LONGER_TIMES, Verdict
 from kvbm_cli.bench.result.results import Measurement
 from kvbm_cli.bench.why.facts import ArmFacts, CellFacts, Why, share
 from kvbm_cli.bench.why.tiers import disk_slower, host_slower, kvbm_off, lost_blocks
 from kvbm_cli.bench.workload.schema import KINDS
 from kvbm_cli.terminal.quantities import counted, shown_ms
 
-SAME, SLOWER, INVALID, INCONCLUSIVE = "same", "slower", "invalid", "inconclusive"
 # The part of the reusable tokens that G1 must have found. It is below 1, because requests that run at the same time
 # cannot reuse each other's blocks, however large G1 is.
 G1_FINDS = 0.9
@@ -30,12 +29,13 @@ COMFORTABLE = 0.5
 
 def why_not(facts: CellFacts) -> list[Why]:
     """Empty if kvbm paid, or if its answers were wrong."""
-    if facts.verdict not in (SAME, SLOWER, INVALID, INCONCLUSIVE):
+    verdict = facts.compared.judgement.verdict
+    if verdict not in (Verdict.SAME, Verdict.SLOWER, Verdict.INVALID, Verdict.INCONCLUSIVE):
         return []
     found = _known(client_limited(facts) or machine_busy(facts), overloaded(facts))
     if any(arm.summary["errors"] for arm in (facts.reference, facts.measured)):
         return found  # the verdict names the failed requests; tokens of the others say little
-    if facts.verdict == INVALID:
+    if verdict is Verdict.INVALID:
         return [*found, *_nothing_to_find(facts), *lost_blocks(facts)]
     found += [*_nothing_to_find(facts), *_known(disk_slower(facts)), *lost_blocks(facts), *_known(host_slower(facts))]
     if not _has(found, "fits-g1", "no-reuse", "short-prefixes"):
@@ -74,7 +74,7 @@ def _sources(arm: ArmFacts) -> str:
 
 def no_reuse(facts: CellFacts) -> Why | None:
     """Prompts repeat so little that computing less cannot shorten TTFT by the margin of the verdict."""
-    reuse, least = facts.reuse, facts.limits.gain
+    reuse, least = facts.reuse, facts.limits.margin
     if reuse is None or reuse.repeated_share >= least:
         return None
     text = (
@@ -86,7 +86,7 @@ def no_reuse(facts: CellFacts) -> Why | None:
 
 
 def _tax(facts: CellFacts) -> str:
-    ratio = facts.ratio
+    ratio = facts.compared.ratio
     if ratio is None:
         return ""
     low, high = ratio.low, ratio.high
@@ -98,7 +98,7 @@ def _tax(facts: CellFacts) -> str:
 
 def short_prefixes(facts: CellFacts) -> Why | None:
     """Prompts repeat tokens, but few whole blocks, and only whole blocks are cached."""
-    reuse, least = facts.reuse, facts.limits.gain
+    reuse, least = facts.reuse, facts.limits.margin
     if reuse is None or reuse.repeated_share < least or reuse.block_share >= least:
         return None
     text = (
@@ -111,7 +111,7 @@ def short_prefixes(facts: CellFacts) -> Why | None:
 def fits_g1(facts: CellFacts) -> Why | None:
     """Return a reason if the reference found nearly everything that repeats in its own G1."""
     reachable, found = facts.reachable_share, facts.reference.share_from("g1")
-    if reachable is None or found is None or reachable < facts.limits.gain or found < G1_FINDS * reachable:
+    if reachable is None or found is None or reachable < facts.limits.margin or found < G1_FINDS * reachable:
         return None
     name, needed, g1_tokens = facts.reference.name, facts.working_set_tokens, facts.g1_tokens
     sizes = ""
@@ -139,7 +139,7 @@ def small_prefill(facts: CellFacts) -> Why | None:
     """Even the floor, whose G1 holds everything, is not faster by the margin of the verdict."""
     floor = facts.floor.median_ms if facts.floor else None
     reference = facts.reference.median_ms
-    if floor is None or not reference or 1 - floor / reference >= facts.limits.gain:
+    if floor is None or not reference or 1 - floor / reference >= facts.limits.margin:
         return None
     text = (
         f"there is little to gain: with a G1 that holds everything (the floor), the median TTFT is "
@@ -166,7 +166,7 @@ def machine_busy(facts: CellFacts) -> Why | None:
 
     The verdict uses the same lateness, at p90. The event loop may lag as long at p99.
     """
-    runs, most_ms = _compared_runs(facts), facts.limits.late_ms
+    runs, most_ms = _compared_runs(facts), facts.limits.most_late_ms(facts.compared.medians_ms[1])
     late_ms = max(client_of(run).lateness_p90_ms for run in runs)
     lag_ms = max(run.client["loop_lag_p99_ms"] or 0.0 for run in runs)
     if max(late_ms, lag_ms) <= most_ms:
@@ -192,10 +192,10 @@ def overloaded(facts: CellFacts) -> Why | None:
     limits, arms = facts.limits, (facts.reference, facts.measured)
     queues = [arm.queue_share or 0.0 for arm in arms]
     if facts.is_closed_loop:
-        is_overloaded = min(queues) > limits.queue_share
+        is_overloaded = min(queues) > limits.collapse_queue_share
     else:
         busy = facts.reference.summary["utilisation"] or 0.0
-        is_overloaded = busy > limits.utilisation or queues[0] > limits.queue_share
+        is_overloaded = busy > limits.collapse_utilisation or queues[0] > limits.collapse_queue_share
     if not is_overloaded:
         return None
     action, key = _less_load(facts)
@@ -225,10 +225,10 @@ def _less_load(facts: CellFacts) -> tuple[str, str]:
 
 def noisy(facts: CellFacts) -> Why | None:
     """Return a reason if the interval shows neither a difference of the margin nor that there is none."""
-    ratio, margin = facts.ratio, facts.limits.gain
-    if facts.verdict != INCONCLUSIVE or ratio is None or ratio.session_count < 2:
+    ratio, margin = facts.compared.ratio, facts.limits.margin
+    if facts.compared.judgement.verdict is not Verdict.INCONCLUSIVE or ratio is None or ratio.session_count < 2:
         return None
-    noise = facts.noise
+    noise = facts.compared.noise
     own = "" if noise is None else f", and two runs of {facts.reference.name} itself differ by {noise.ratio - 1:.0%}"
     interval = f"the 95% interval is {ratio.low:.2f} to {ratio.high:.2f}"
     if is_tight(ratio):
