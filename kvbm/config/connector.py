@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, plain_values, together
 from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, invalid_text, mistakes_in
-from kvbm.config.schema import ConnectorConfig, Profile
+from kvbm.config.schema import ConnectorConfig, OffloadSection, Profile
+from kvbm.config.values import WrongKey
 from kvbm.config.variables import drop_unused, read_variables, valid_variables
 from kvbm.errors import ProfileError
 
@@ -31,11 +32,9 @@ _NO_TIER = (
     "set `DYN_KVBM_CPU_CACHE_GB` (1e9 bytes, summed over the ranks) or `DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS`; for a "
     "disk tier `DYN_KVBM_DISK_CACHE_GB`"
 )
-_HINTS = {
-    "tiers": "it sets the sizes of host and disk tiers",
-    "offload.min_priority": "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`",
-}
-_FILE = FileKind("connector's configuration", keys(ConnectorConfig), _HINTS)
+_FILE = FileKind(
+    "connector's configuration", keys(ConnectorConfig), {"tiers": "it sets the sizes of host and disk tiers"}
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +58,10 @@ def resolve_connector(
         document = _written(extra_config[KEY], place)
     else:
         document, mistakes = _of_variables(environment, warns=warns)
-    config, wrong = _validated(document, place, engine, is_complete=not mistakes)
+    config, wrong = _validated(document, place, is_complete=not mistakes)
     if config is not None and KEY not in extra_config:
         config = as_upstream(config)
-    mistakes += wrong
+    mistakes += [*wrong, *_unfit_for(engine, document, wrong)]
     if mistakes:
         raise together(mistakes)
     assert config is not None, "no mistakes means a configuration"
@@ -95,13 +94,11 @@ def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Docum
     return document, mistakes
 
 
-def _validated(
-    document: Document, place: str, engine: str, *, is_complete: bool
-) -> tuple[ConnectorConfig | None, list[Mistake]]:
+def _validated(document: Document, place: str, *, is_complete: bool) -> tuple[ConnectorConfig | None, list[Mistake]]:
     if wrong := list(invalid_text(document)):
         return None, wrong
     try:
-        return ConnectorConfig.model_validate(plain_values(document), context={"engine": engine}), []
+        return ConnectorConfig.model_validate(plain_values(document)), []
     except ValidationError as error:
         return None, mistakes_in(error, document, place, _FILE, is_complete=is_complete)
 
@@ -116,6 +113,20 @@ def as_upstream(config: Config) -> Config:
     }
     offload = config.offload.model_copy(update={"to_host": "always"})
     return config.model_copy(update={"tiers": config.tiers.model_copy(update=tiers), "offload": offload})
+
+
+def _unfit_for(engine: str, document: Document, wrong: Sequence[Mistake]) -> Iterator[Mistake]:
+    """Yield a mistake for each setting that requires what this engine kind does not say."""
+    hints = {"min_priority": "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`", "to_host": None}
+    for name, hint in hints.items():
+        key, kind = f"offload.{name}", type(OffloadSection.model_fields[name].default)
+        entry = entry_at(document, key.split("."))
+        if entry is None or not isinstance(entry.value, kind) or key in (one.key for one in wrong):
+            continue
+        try:
+            OffloadSection.model_construct(**{name: entry.value}).require_engine(engine)
+        except WrongKey as error:
+            yield Mistake(f"`{key}` {error}", entry.source, hint=hint, key=key)
 
 
 def _written(value: object, place: str) -> Document:

@@ -230,7 +230,9 @@ def _nearest(value: object, choices: Iterable[str]) -> str | None:
 def expectation_of(detail: ErrorDetails) -> str | None:
     """Return what a value must be, None for another kind of error."""
     template = _PROBLEM_TEXTS.get(detail["type"])
-    return None if template is None else template.format(**detail.get("ctx", {}))
+    context = detail.get("ctx", {})
+    whole = {name: int(one) for name, one in context.items() if isinstance(one, float) and one.is_integer()}
+    return None if template is None else template.format(**{**context, **whole})
 
 
 def _problem(detail: ErrorDetails) -> str:

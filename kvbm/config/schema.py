@@ -469,10 +469,7 @@ class ConnectorConfig(Section):
 
     @field_validator("offload")
     @classmethod
-    def _fits_engine_and_tiers(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
-        """Refuse what the tiers, or the kind of the engine in the context, cannot follow."""
-        if info.context is not None:
-            offload.require_engine(info.context["engine"])
+    def _fits_tiers(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
         if (tiers := info.data.get("tiers")) is not None:
             offload.require_tiers(tiers)
         return offload
