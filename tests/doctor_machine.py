@@ -43,7 +43,7 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
         ],
         "io": "threads",
     },
-    "nixl": {"version": "1.5.1", "plugins": {"POSIX (io_uring)": None, "POSIX (aio)": None, "OBJ": "not found"}},
+    "nixl": {"version": "1.5.1", "plugins": {"POSIX (io_uring)": None, "POSIX (aio)": None, "GDS": "no GPU"}},
 }
 MEMINFO = """\
 MemTotal:       65536000 kB

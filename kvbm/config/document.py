@@ -189,7 +189,7 @@ def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
 _PROBLEMS = {
     "expected <block end>": "the indentation does not match the lines above",
     "but found another document": "a second document starts here",
-    "found character '\\t'": "a tab in the indentation; YAML requires spaces",
+    "found character '\\t'": "a tab in place of spaces",
     "found unexpected end of stream": "a quote is not closed",
     "mapping values are not allowed here": "a `: ` is not allowed here; put text that contains it in quotes",
     "could not find expected ':'": "a key without a `:` after it",
@@ -273,10 +273,7 @@ class _EntryReader:
         problem, source = yaml_problem(error), self.at(mark, mark)
         if source.text[: source.column].endswith("$"):
             problem = "inside brackets, `${NAME}` requires quotes"
-        hint = f"write `{source.text.expandtabs(2)}`" if "\t" in source.text else self._unseen()
-        if source.text[source.column : source.column + 1] == "\t" and source.text[: source.column].strip():
-            problem = "a tab between two words; use a space"
-        return Mistake(f"not valid YAML: {problem}", source, hint=hint)
+        return Mistake(f"not valid YAML: {problem}", source, hint=self._unseen())
 
     def _unseen(self) -> str | None:
         """Return where the first character is that no editor shows, None if there is none. YAML reads it as text."""

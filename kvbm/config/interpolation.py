@@ -26,7 +26,6 @@ _PIECES = re.compile(
     re.DOTALL,
 )
 _ELSEWHERE = re.compile(r"(?P<escaped>\$\$\{)|(?P<broken>\$\{.*)", re.DOTALL)
-_WITH_DEFAULT = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*:-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +98,8 @@ class Interpolation:
             hint = f"write `${{{name}}}` for the variable, or `$${name}` for the text `${name}`"
             return Mistake(f"`{path}`: `{written}` would not be replaced", source, hint=hint, key=path)
         message = f"`{path}`: `{written}` is neither `${{NAME}}` nor `${{NAME:-default}}`"
-        return Mistake(message, source, hint=_hint(written), key=path)
-
-
-def _hint(written: str) -> str:
-    if "${" in written[1:]:
-        return "variables cannot be nested: use one variable with the whole value"
-    if _WITH_DEFAULT.match(written) and written.endswith("}"):
-        return "the default must not contain `$`, `{` or `}`"
-    return "write `$${` for the text `${`"
+        hint = "a default has no `$`, `{` or `}`, so variables cannot be nested; write `$${` for the text `${`"
+        return Mistake(message, source, hint=hint, key=path)
 
 
 def is_interpolated(path: str) -> bool:

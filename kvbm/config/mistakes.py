@@ -227,21 +227,29 @@ def _nearest(value: object, choices: Iterable[str]) -> str | None:
     return f"did you mean `{nearest[0]}`?" if nearest else None
 
 
-def _problem(detail: ErrorDetails) -> str:
-    context = detail.get("ctx", {})
+def expectation_of(detail: ErrorDetails) -> str | None:
+    """Return what a value must be, None for another kind of error."""
     template = _PROBLEM_TEXTS.get(detail["type"])
+    context = detail.get("ctx", {})
+    whole = {name: int(one) for name, one in context.items() if isinstance(one, float) and one.is_integer()}
+    return None if template is None else template.format(**{**context, **whole})
+
+
+def _problem(detail: ErrorDetails) -> str:
     if detail["type"] == "value_error":
-        return str(context["error"])
-    if template is None:
+        return str(detail["ctx"]["error"])
+    if (text := expectation_of(detail)) is None:
         return f"is not valid: {detail['msg']}"
-    return template.format(**context) + _but_got(detail["input"])
+    return text + _but_got(detail["input"])
 
 
 _PROBLEM_TEXTS = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
     "float_type": "must be a number",
+    "float_parsing": "must be a number",
     "finite_number": "must be a number",
     "string_type": "must be text",
     "string_unicode": "must be UTF-8 text",

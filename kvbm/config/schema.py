@@ -11,12 +11,12 @@ import hashlib
 import os
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from kvbm.config.engine import ENGINE_KINDS, ENGINES, FIRST_KIND, EngineSection, kinds_that
-from kvbm.config.values import AUTO, AutoSize, Port, Seconds, Section, WrongKey, absolute, shared_url
+from kvbm.config.values import AUTO, AbsolutePath, AutoSize, Port, Seconds, Section, SharedUrl, WrongKey
 from kvbm.errors import ProfileError
 
 
@@ -92,9 +92,8 @@ class DiskTierSection(SizedTier):
     eviction: Literal["lru", "adaptive"] = Field(
         default="adaptive", description="Which blocks leave a full disk, like `tiers.host.eviction`."
     )
-    directory: str = Field(
+    directory: AbsolutePath = Field(
         default="~/.cache/kvbm",
-        min_length=1,
         description="Directory of the cache files: absolute, or starting with `~`. Several engines may share it.",
     )
     allocator: Literal["default", "open-direct"] = Field(
@@ -135,14 +134,11 @@ class DiskTierSection(SizedTier):
         "free, with `reclaim` after removing unused caches. `capacity: auto` sets it.",
     )
 
-    _is_absolute = field_validator("directory")(absolute)
-
 
 class SharedTierSection(Section):
     """G4."""
 
-    url: str = Field(
-        min_length=1,
+    url: SharedUrl = Field(
         description="Where objects are stored: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, "
         "`file:///directory` or `mooncake://host:port`. Credentials come from the environment, never from the profile.",
     )
@@ -151,9 +147,8 @@ class SharedTierSection(Section):
         description="How objects are protected against others who may write to the store: `hmac` proves that an engine "
         "with the same secret wrote them, `aes-gcm` encrypts them as well.",
     )
-    key_file: str | None = Field(
+    key_file: AbsolutePath | None = Field(
         default=None,
-        min_length=1,
         description="File with the secret of `protection`. By default, the variable `KVBM_SHARED_KEY` has the secret.",
     )
     expire_days: float = Field(
@@ -176,13 +171,6 @@ class SharedTierSection(Section):
         ge=0,
         description="Seconds in which a stopping engine may write objects that are due.",
     )
-
-    _is_known = field_validator("url")(shared_url)
-
-    @field_validator("key_file")
-    @classmethod
-    def _is_absolute(cls, key_file: str | None) -> str | None:
-        return None if key_file is None else absolute(key_file)
 
     def resolved_url(self) -> str:
         """Return the URL with the user's home in place of `~`."""
@@ -368,9 +356,8 @@ class MetricsSection(Section):
     port: Port = Field(
         default=6880, description="Port of the metrics server; `0` or `auto` chooses a free port, which is logged."
     )
-    control_token_file: str | None = Field(
+    control_token_file: AbsolutePath | None = Field(
         default=None,
-        min_length=1,
         description="File with a token: who sends it may list and clear the cache by `POST /control` on the metrics "
         "port. An absolute path, or one that starts with `~`.",
     )
@@ -409,18 +396,10 @@ class MetricsSection(Section):
         default=False,
         description="Whether every decision about blocks is recorded as JSON lines in a file, without prompts.",
     )
-    record_directory: str = Field(
+    record_directory: AbsolutePath = Field(
         default="~/.local/state/kvbm",
-        min_length=1,
         description="Directory of the recordings: an absolute path, or one that starts with `~`.",
     )
-
-    _is_absolute = field_validator("record_directory")(absolute)
-
-    @field_validator("control_token_file")
-    @classmethod
-    def _is_absolute_if_given(cls, path: str | None) -> str | None:
-        return None if path is None else absolute(path)
 
 
 class EventsSection(Section):
@@ -467,19 +446,26 @@ class Disaggregated(Section):
         return self.prefill > 0
 
 
+# Sections that both a profile and the configuration of a connector have.
+_TIERS: Any = Field(description="Tiers below device memory (G1) that store blocks.")
+_OFFLOAD: Any = Field(
+    default=OffloadSection(), description="Which blocks are copied from device memory to lower tiers."
+)
+_ONBOARD: Any = Field(default=OnboardSection(), description="Which blocks are copied back to device memory.")
+_TRANSFER: Any = Field(default=TransferSection(), description="How blocks are transferred.")
+_METRICS: Any = Field(default=MetricsSection(), description="Cache metrics and logging.")
+_EVENTS: Any = Field(default=EventsSection(), description="KV events for routers.")
+
+
 class ConnectorConfig(Section):
     """The part of a profile that the connector inside an engine receives."""
 
-    tiers: Tiers = Field(description="Tiers below device memory (G1) that store blocks.")
-    offload: OffloadSection = Field(
-        default=OffloadSection(), description="Which blocks are copied from device memory to lower tiers."
-    )
-    onboard: OnboardSection = Field(
-        default=OnboardSection(), description="Which blocks are copied back to device memory."
-    )
-    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are transferred.")
-    metrics: MetricsSection = Field(default=MetricsSection(), description="Cache metrics and logging.")
-    events: EventsSection = Field(default=EventsSection(), description="KV events for routers.")
+    tiers: Tiers = _TIERS
+    offload: OffloadSection = _OFFLOAD
+    onboard: OnboardSection = _ONBOARD
+    transfer: TransferSection = _TRANSFER
+    metrics: MetricsSection = _METRICS
+    events: EventsSection = _EVENTS
 
     @field_validator("offload")
     @classmethod
@@ -527,17 +513,13 @@ def _below_offloading(tiers: Tiers, engine: EngineSection | None) -> Tiers:
 class Profile(Section):
     description: str = Field(default="", description="One-line description for `kvbm profile list`.")
     engine: AnyEngine = Field(description="Engine to start.")
-    tiers: Tiers = Field(description="Tiers below device memory (G1) that store blocks.")
-    offload: OffloadSection = Field(
-        default=OffloadSection(), description="Which blocks are copied from device memory to lower tiers."
-    )
-    onboard: OnboardSection = Field(
-        default=OnboardSection(), description="Which blocks are copied back to device memory."
-    )
-    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are transferred.")
+    tiers: Tiers = _TIERS
+    offload: OffloadSection = _OFFLOAD
+    onboard: OnboardSection = _ONBOARD
+    transfer: TransferSection = _TRANSFER
     server: ServerSection = Field(default=ServerSection(), description="Address and port of the engine's server.")
-    metrics: MetricsSection = Field(default=MetricsSection(), description="Cache metrics and logging.")
-    events: EventsSection = Field(default=EventsSection(), description="KV events for routers.")
+    metrics: MetricsSection = _METRICS
+    events: EventsSection = _EVENTS
     disaggregated: Disaggregated = Field(
         default=Disaggregated(),
         description="Disaggregated prefill: separate engines for prefill and decode behind one address.",

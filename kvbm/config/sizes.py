@@ -53,6 +53,12 @@ def exact_size(byte_count: int) -> str:
     return f"{byte_count // UNITS[unit]}{unit}"
 
 
+def whole_size(byte_count: int, *, rounds_up: bool = False) -> str:
+    """Format bytes for a profile in whole decimal units, rounded down or up: `25GB`."""
+    unit = next((unit for unit in ("TB", "GB", "MB") if byte_count >= 10 * UNITS[unit]), "KB")
+    return f"{(byte_count + (UNITS[unit] - 1) * rounds_up) // UNITS[unit]}{unit}"
+
+
 def format_size(byte_count: int) -> str:
     """Format bytes for display, in binary units: `1.0 GiB`."""
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):

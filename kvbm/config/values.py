@@ -10,7 +10,16 @@ import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    WithJsonSchema,
+)
 
 from kvbm.config.sizes import exact_size, parse_size
 from kvbm.text.outside import without_secrets
@@ -150,7 +159,7 @@ _WITH_SUFFIX = {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?[kmgtKMGT]?\
 _NAME = {"type": "string", "minLength": 1}
 _UNIT = r"^\s*(0|[1-9][0-9]*)(\.[0-9]+)? ?([KkMmGgTtPp][Ii]?)?[Bb]\s*$"
 
-# JSON Schema of values; see json_schema.py.
+# JSON Schema of values; see `kvbm_cli.profile.schema`.
 _SIZE_SCHEMA = {"type": "string", "pattern": _UNIT, "examples": ["64GiB", "100GB"]}
 _PORT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 65535}, {"const": "auto"}]}
 _COUNT_SCHEMA = {"anyOf": [_AT_LEAST_ONE, _WITH_SUFFIX]}
@@ -158,6 +167,8 @@ _LENGTH_SCHEMA = {"anyOf": [_AT_LEAST_ONE, _WITH_SUFFIX, {"const": "auto"}, {"co
 _NAMES_SCHEMA = {"anyOf": [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]}
 _FLAG_SCHEMA = {"not": {"type": "null"}}
 
+AbsolutePath = Annotated[str, Field(min_length=1), AfterValidator(absolute)]
+SharedUrl = Annotated[str, Field(min_length=1), AfterValidator(shared_url)]
 AutoSize = Annotated[
     int | Literal["auto"],
     BeforeValidator(auto_size_value),

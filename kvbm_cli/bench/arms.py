@@ -31,9 +31,10 @@ from kvbm.config.layers import find
 from kvbm.errors import KvbmError, ProfileError, UsageError
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.diff import differences
+from kvbm_cli.profile.diff import differences, value_of
 from kvbm_cli.profile.import_command import examined_command, notes_of
-from kvbm_cli.profile.machine_problems import problems_here, require_none
+from kvbm_cli.profile.machine_check import require_none
+from kvbm_cli.profile.machine_problems import problems_here
 from kvbm_cli.profile.preflight import check, examine_here
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.system.tls import is_https, tls_context
@@ -271,7 +272,7 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
         resolved = _profile_to_compare(text.removeprefix(BASELINE_OF))
     _require_usable(resolved)
     _require_comparable(measured, resolved)
-    found = {key: (one.value, another.value) for key, one, another in differences(measured, resolved)}
+    found = {key: (value_of(one), value_of(another)) for key, one, another in differences(measured, resolved)}
     name = free_name((command and command["name"]) or resolved.name, (*RESERVED, *taken))
     for note in notes:
         if not (is_baseline and _PUT_BACK.match(note)):
@@ -336,7 +337,8 @@ def require_startable(comparison: Comparison) -> None:
     for profile in profiles_of(comparison):
         has_cache = id(profile) in with_kvbm
         sizing = check(profile, has_cache=has_cache)
-        require_none(problems_here(_on_free_port(profile), sizing, has_cache=has_cache))
+        here = _on_free_port(profile)
+        require_none(here, problems_here(here, sizing, has_cache=has_cache))
 
 
 def lacking_here(comparison: Comparison) -> list[str]:
@@ -351,7 +353,8 @@ def lacking_here(comparison: Comparison) -> list[str]:
             raise together([one for one in mistakes if one not in of_machine])
         found += of_machine
         if sizing is not None:
-            found += [one.error for one in problems_here(_on_free_port(profile), sizing, has_cache=has_cache)]
+            here = _on_free_port(profile)
+            found += [one.error(here) for one in problems_here(here, sizing, has_cache=has_cache)]
     return list(dict.fromkeys(f"not on this machine: {error.message.splitlines()[0]}" for error in found))
 
 

@@ -18,7 +18,7 @@ from kvbm.config.values import count_of
 from kvbm.engines.engine_kind import ServerTraits
 from kvbm.engines.launch_plan import ADMIN_HEADER
 from kvbm.engines.model_tokenizer import model_tokenizer
-from kvbm.engines.table import kind_of
+from kvbm.engines.table import copy_count, kind_of
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm.host.directories import make_private_directories
 from kvbm.host.machine_memory import margin_of
@@ -185,8 +185,9 @@ def _claim_of(resolved: ResolvedProfile, *, has_kvbm: bool) -> MemoryClaim:
         sizing = size_of(resolved)
     except SizeUnknown as error:
         sizing = error
-    blocks = memory_bytes(resolved.profile, sizing) if has_kvbm else 0
-    return MemoryClaim(os.getpid(), blocks, engine_bytes(resolved.profile, sizing) or 0)
+    profile = resolved.profile
+    blocks = memory_bytes(profile.tiers, sizing, copy_count(profile)) if has_kvbm else 0
+    return MemoryClaim(os.getpid(), blocks or 0, engine_bytes(resolved.profile, sizing) or 0)
 
 
 @contextmanager

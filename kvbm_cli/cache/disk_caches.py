@@ -37,8 +37,7 @@ from kvbm_cli.store.caches import CacheFacts, directory_around, why_not_own
 from kvbm_cli.store.caches import list_caches as found_in
 from kvbm_cli.system.answering import require_answering
 from kvbm_cli.system.filesystem import expanded, write_atomically
-from kvbm_cli.terminal.confirmation import is_confirmed
-from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.console import is_confirmed, print_data, print_json, print_note, table
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 

@@ -12,8 +12,7 @@ from kvbm.types import Tier
 from kvbm_cli.cache.control_client import Reply, ask
 from kvbm_cli.runs.run_client import living
 from kvbm_cli.runs.run_directory import EngineRun, Runs
-from kvbm_cli.terminal.confirmation import is_confirmed
-from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.console import is_confirmed, print_data, print_json, print_note, table
 from kvbm_cli.terminal.quantities import counted, shown_size
 
 HEAD = ("engine", "tier", "tenant", "blocks", "bytes", "< 1 min", "< 10 min", "< 1 h", "< 1 d", "older")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.text.outside import shown
 from kvbm_cli.cache.store_selection import PROGRESS_AFTER_S, Selected, StoreRequest, block_tokens, opened, select
-from kvbm_cli.terminal.confirmation import is_confirmed
-from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.console import is_confirmed, print_data, print_json, print_note, table
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 

@@ -1,7 +1,7 @@
-"""Check: the result of one check, with its state, finding and remedy. DoctorContext: what a check may use.
+"""DoctorContext: what a check may use. CheckRunner: runs groups of checks, and prints each result.
 
-A group of checks is a module of its own, such as `memory.py`; `command.py` has the list of them. CheckRunner runs
-groups, collects the results, and prints each immediately unless JSON was requested. Within `at_most` a SIGALRM
+A group of checks is a module of its own, such as `memory.py`; `command.py` has the list of them. CheckRunner collects
+the results, and prints each immediately unless JSON was requested. Within `at_most` a SIGALRM
 interrupts the running check when the time is up, even if it waits for another process. That check and all later ones
 are skipped.
 """
@@ -9,70 +9,27 @@ are skipped.
 from __future__ import annotations
 
 import contextlib
-import enum
 import signal
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm.engines.table import copy_count
 from kvbm_cli.doctor.machine import Machine, PhaseCallback, ProbeFailed
+from kvbm_cli.profile.machine_check import STATES, Check, failure, skipped
+from kvbm_cli.profile.machine_problems import memory_bytes
 from kvbm_cli.system.answering import ANSWER_LIMIT_S
 from kvbm_cli.terminal.console import WIDTH, columns, print_data
 from kvbm_cli.terminal.progress import ProgressDisplay
+from kvbm_cli.terminal.quantities import counted
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import DiskTierSection, SharedTierSection, Tiers
     from kvbm.sizing import Sizing
-
-Fact = str | int | float | bool | None
-
-
-class CheckState(enum.Enum):
-    OK = "ok"
-    WARNING = "warning"
-    FAILURE = "failure"
-    SKIPPED = "skipped"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """`finding` and `remedy` are one line each. A remedy names a command or a profile key. `facts` are for JSON."""
-
-    name: str
-    state: CheckState
-    finding: str
-    remedy: str | None = None
-    facts: Mapping[str, Fact] = field(default_factory=dict)
-
-
-def capacity(byte_count: int) -> str:
-    """Format a capacity for a profile: whole units, rounded down."""
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
-        if byte_count >= 10 * factor:
-            return f"{byte_count // factor}{unit}"
-    return f"{byte_count // 1000}KB"
-
-
-def ok(name: str, finding: str, /, **facts: Fact) -> Check:
-    return Check(name, CheckState.OK, finding, None, facts)
-
-
-def warning(name: str, finding: str, remedy: str | None = None, /, **facts: Fact) -> Check:
-    return Check(name, CheckState.WARNING, finding, remedy, facts)
-
-
-def failure(name: str, finding: str, remedy: str | None = None, /, **facts: Fact) -> Check:
-    return Check(name, CheckState.FAILURE, finding, remedy, facts)
-
-
-def skipped(name: str, finding: str, remedy: str | None = None) -> Check:
-    return Check(name, CheckState.SKIPPED, finding, remedy)
-
 
 NO_ANSWER = f"the filesystem does not respond: no answer within {ANSWER_LIMIT_S:g} s"
 OTHER_DIRECTORY = "use another directory (`--dir` or `tiers.disk.directory`)"
@@ -110,12 +67,7 @@ class DoctorContext:
     @property
     def host_bytes(self) -> int | None:
         """Host memory for blocks (G2) of all engines, None if it is unknown."""
-        if self.sizing is not None:
-            return self.sizing.host.total_bytes * self.engine_count
-        host = self.tiers.host if self.tiers is not None else None
-        if host is None or host.is_auto or host.capacity_bytes is None:
-            return None
-        return host.capacity_bytes * self.engine_count
+        return None if self.tiers is None else memory_bytes(self.tiers, self.sizing, self.engine_count)
 
     def answer_of(
         self, name: str, python: str, program: str, arguments: Sequence[str], *, timeout_s: float, remedy: str
@@ -133,6 +85,7 @@ QUICK_S = 20.0
 TIME_IS_UP = f"the {QUICK_S:.0f} s of --quick are over"
 
 Returned = TypeVar("Returned")
+_END = skipped("end", "")  # of a group
 
 
 class _TimeIsUp(BaseException):
@@ -179,25 +132,19 @@ class CheckRunner:
         except _TimeIsUp:
             return None
 
-    def group(
-        self, name: str, checks: Generator[Check, None, Returned] | Iterator[Check], *, about: str | None = None
-    ) -> Returned | None:
-        """Run the checks of one group and print them below `name` and `about`.
-
-        Returns what the generator returns, or None if the time is up first.
-        """
+    def group(self, name: str, checks: Iterable[Check], *, about: str | None = None) -> None:
+        """Run the checks of one group and print them below `name` and `about`."""
         self.groups[name] = []
         if not self._as_json:
             self._progress.clear()
             show_group(name, about, is_first=len(self.groups) == 1)
         self._progress.report(name)
-        while (check := self.in_time(lambda: _next(checks))) is not None:
-            if isinstance(check, _GeneratorEnd):
-                returned: Returned = check.value
-                return returned
+        waiting = iter(checks)
+        while (check := self.in_time(lambda: next(waiting, _END))) is not _END:
+            if check is None:
+                self._add(name, skipped("the rest", TIME_IS_UP, "run `kvbm doctor` without `--quick`"))
+                return
             self._add(name, check)
-        self._add(name, skipped("the rest", TIME_IS_UP, "run `kvbm doctor` without `--quick`"))
-        return None
 
     def _add(self, group: str, check: Check) -> None:
         if check.remedy is not None:
@@ -208,21 +155,7 @@ class CheckRunner:
             show_check(check)
 
 
-class _GeneratorEnd:
-    """The end of a generator, with its return value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _next(checks: Iterator[Check]) -> Check | _GeneratorEnd:
-    try:
-        return next(checks)
-    except StopIteration as end:
-        return _GeneratorEnd(end.value)
-
-
-STATE_WIDTH = max(len(state.value) for state in CheckState)
+STATE_WIDTH = max(map(len, STATES))
 NAME_WIDTH = 17
 COLUMN = 2 + STATE_WIDTH + 2 + NAME_WIDTH + 2
 INDENT = " " * COLUMN
@@ -234,8 +167,8 @@ def show_group(name: str, about: str | None, *, is_first: bool) -> None:
 
 
 def show_check(check: Check) -> None:
-    """CheckState, name and finding in columns; the remedy below the finding."""
-    head = f"  {check.state.value:{STATE_WIDTH}}  {check.name:{NAME_WIDTH}}"
+    """State, name and finding in columns; the remedy below the finding."""
+    head = f"  {check.state:{STATE_WIDTH}}  {check.name:{NAME_WIDTH}}"
     print_data(
         f"{head}  {_beside(check.finding)}" if len(head) < COLUMN else f"{head}\n{INDENT}{_beside(check.finding)}"
     )
@@ -251,17 +184,15 @@ def _beside(text: str) -> str:
 
 def summary(checks: Sequence[Check]) -> str:
     counts = Counter(check.state for check in checks)
-    shown = (f"{counts[state]} {_NOUNS[state][counts[state] != 1]}" for state in CheckState if counts[state])
+    shown = (
+        counted(counts[state], state) if state in ("warning", "failure") else f"{counts[state]} {state}"
+        for state in STATES
+        if counts[state]
+    )
     return f"{len(checks)} checks: {', '.join(shown)}"
 
 
-_NOUNS = {state: (state.value, state.value) for state in CheckState} | {
-    CheckState.WARNING: ("warning", "warnings"),
-    CheckState.FAILURE: ("failure", "failures"),
-}
-
-
 def as_data(groups: Mapping[str, Sequence[Check]]) -> list[Mapping[str, object]]:
-    return [
-        {"group": group, **asdict(check), "state": check.state.value} for group, of in groups.items() for check in of
-    ]
+    names = ("name", "state", "finding", "remedy", "facts")
+    found = [(group, check) for group, checks in groups.items() for check in checks]
+    return [{"group": group, **{name: getattr(check, name) for name in names}} for group, check in found]

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.files import real_path
+from kvbm.config.layers import shipped_name
 from kvbm.config.load import ResolvedProfile
 from kvbm.config.schema import DiskTierSection, Tiers
 from kvbm.config.variables import other_variables
@@ -22,25 +24,16 @@ from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.cache.store_selection import checked_url
 from kvbm_cli.doctor import disk, engine, environment, memory, self_test, store
-from kvbm_cli.doctor.check import (
-    TIME_IS_UP,
-    Check,
-    CheckRunner,
-    CheckState,
-    DoctorContext,
-    as_data,
-    failure,
-    skipped,
-    summary,
-)
+from kvbm_cli.doctor.check import TIME_IS_UP, CheckRunner, DoctorContext, as_data, summary
 from kvbm_cli.doctor.environment import with_variables
 from kvbm_cli.doctor.machine import Machine
-from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.machine_check import Check, failure, skipped
 from kvbm_cli.profile.resolve import require_files_answer
 from kvbm_cli.profile.size import size_if_known, size_of
+from kvbm_cli.profile.text import extends_value, scalar
 from kvbm_cli.system.answering import silent_among
-from kvbm_cli.system.filesystem import expanded
+from kvbm_cli.system.filesystem import expanded, write_new
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
 
@@ -50,7 +43,7 @@ if TYPE_CHECKING:
 QUICK_WORK_S = 14.0  # of QUICK_S; the rest is for cleanup
 FAILED = 1
 PROGRESS_AFTER_S = 2.0
-DIRECTORY_KEY = "tiers.disk.directory"
+SECTION = "tiers.disk."
 
 
 def doctor(
@@ -75,8 +68,8 @@ def doctor(
     checks_all = url is None or bool(profiles) or directory is not None
     found, variables = environment.check_variables(machine.environment)
     resolved = _resolve(profiles, overrides, {**other_variables(machine.environment), **variables}, directory)
-    if write is not None:
-        require_disk_tier(resolved)
+    if write is not None and (resolved is None or resolved.profile.tiers.disk is None):
+        raise UsageError("the profile has no `tiers.disk`, so there is nothing to write", hint="remove `--write`")
     if resolved is None:
         configured_tiers, mistakes = environment.tiers(variables)
     else:
@@ -84,7 +77,7 @@ def doctor(
     with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
         runner = CheckRunner(progress, as_json=as_json, format_remedy=_remedy_format(resolved, configured_tiers))
         with runner.at_most(QUICK_WORK_S if is_quick else None):
-            runner.group("environment", iter(environment.or_all_valid([*found, *mistakes], len(variables))))
+            runner.group("environment", environment.or_all_valid([*found, *mistakes], len(variables)))
             sizing, unsized = runner.in_time(partial(_size, resolved)) or (None, [skipped("size", TIME_IS_UP)])
             place = _directory(configured_tiers, directory) if checks_all else None
             context = DoctorContext(
@@ -125,15 +118,17 @@ def quick_checks(resolved: ResolvedProfile) -> list[Check]:
 
 def _run_groups(runner: CheckRunner, context: DoctorContext, unsized: Sequence[Check]) -> RecommendedSettings | None:
     """Return the recommended settings of the disk tier."""
-    settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
+    settings: list[RecommendedSettings] = []
+    runner.group("disk", disk.checks(context, settings.append), about=_shown(context.directory))
+    found = settings[0] if settings else None
     if context.url is not None:
         runner.group("store", store.checks(context), about=context.url)
     runner.group("memory", memory.checks(context))
-    runner.group("tiers", iter([*unsized, *memory.order_checks(context)]))
+    runner.group("tiers", [*unsized, *memory.tier_checks(context)])
     runner.group("ports", engine.port_checks(context))
-    runner.group("self test", self_test.checks(context, settings))
+    runner.group("self test", self_test.checks(context, found))
     runner.group("engine", engine.checks(context))
-    return settings
+    return found
 
 
 def _written_places(context: DoctorContext) -> list[Path]:
@@ -171,7 +166,7 @@ def _resolve(
     require_files_answer(resolved)
     if directory is None or resolved.profile.tiers.disk is None:
         return resolved
-    options = {DIRECTORY_KEY: ("--dir", str(_absolute(directory)))}
+    options = {f"{SECTION}directory": ("--dir", str(_absolute(directory)))}
     return load(*profiles, directories=places, variables=variables, overrides=overrides, options=options)
 
 
@@ -221,8 +216,18 @@ def _write(
     return 0
 
 
+def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, str | bool], target: Path) -> None:
+    """Write `target`, which must not exist: a profile that extends the given ones with the keys of the disk tier that
+    are recommended, or that come from the command line or a variable. EnvironmentProblem if it cannot be written."""
+    given = [key for key, source in resolved.sources.items() if key.startswith(SECTION) and source.line is None]
+    keys = {**{key: resolved.values[key] for key in given}, **recommended}
+    parents = [shipped_name(path, [profiles_directory()]) or str(real_path(path)) for path in resolved.paths]
+    lines = [f"    {key.removeprefix(SECTION)}: {scalar(value)}" for key, value in keys.items()]
+    write_new(target, "\n".join([f"extends: {extends_value(parents)}", "", "tiers:", "  disk:", *lines, ""]))
+
+
 def _keys(settings: RecommendedSettings) -> dict[str, str | bool]:
-    return {f"tiers.disk.{name}": value for name, value in asdict(settings).items()}
+    return {f"{SECTION}{name}": value for name, value in asdict(settings).items()}
 
 
 def _end(
@@ -233,7 +238,7 @@ def _end(
     as_json: bool,
 ) -> int:
     checks = [check for of in groups.values() for check in of]
-    exit_code = int(any(check.state is CheckState.FAILURE for check in checks))
+    exit_code = int(any(check.state == "failure" for check in checks))
     if as_json:
         print_json(
             {

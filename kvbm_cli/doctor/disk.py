@@ -10,34 +10,25 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kvbm.config.sizes import format_size
+from pydantic import TypeAdapter
+
+from kvbm.config.sizes import format_size, whole_size
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
 from kvbm.host.mounts import IN_MEMORY, PSEUDO, mount_of
-from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
+from kvbm.tiers.disk.files import PAGE_BYTES, require_usable_parent
 from kvbm_cli.doctor import disk_features
-from kvbm_cli.doctor.check import (
-    NO_ANSWER,
-    OTHER_DIRECTORY,
-    Check,
-    DoctorContext,
-    capacity,
-    failure,
-    ok,
-    skipped,
-    warning,
-)
+from kvbm_cli.doctor.check import NO_ANSWER, OTHER_DIRECTORY, DoctorContext
 from kvbm_cli.doctor.machine import SCRATCH_PREFIX, ProbeFailed, scratch_directory
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
+from kvbm_cli.profile.machine_check import Check, failure, ok, skipped, warning
 from kvbm_cli.store.caches import CacheFacts, list_caches
 from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import missing_mount, nearest_existing, unsafe_parents
-
-Found = Generator[Check, None, RecommendedSettings | None]
 
 BLOCKS_BYTES = 512  # of st_blocks
 BLOCK_BYTES = 1 << 20  # without a profile
@@ -49,24 +40,20 @@ ON_A_DRIVE = "use a directory on a drive (`--dir` or `tiers.disk.directory`)"
 RECLAIM = "a cache of the same model is reused; for others set `tiers.disk.reclaim: true`, or see `kvbm cache ls`"
 
 
-def checks(context: DoctorContext) -> Found:
-    """Return the recommended settings, None if the directory cannot be used."""
+def checks(context: DoctorContext, recommend: Callable[[RecommendedSettings], None]) -> Iterator[Check]:
+    """Yield the checks. `recommend` gets the recommended settings if the directory can be used."""
     directory = context.directory
     if directory is None:
         yield skipped("directory", "the profile has no `tiers.disk`", "add `--dir DIR` to check a directory")
-        return None
+        return
     if not answers(directory, changes=True):  # past here this process itself waits for the filesystem
         yield failure("directory", NO_ANSWER, OTHER_DIRECTORY)
-        return None
+        return
     if (reason := missing_mount(directory)) is not None:
         yield warning("mount", reason, f"mount it, or {OTHER_DIRECTORY}")
-    if (length := len(os.fsencode(directory))) > MAX_DIRECTORY_BYTES:
-        finding = f"its path has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}"
-        yield failure("directory", finding, OTHER_DIRECTORY)
-        return None
     if (mount := mount_of(Path(os.path.realpath(nearest_existing(directory))))).kind in PSEUDO:
         yield failure("filesystem", f"{mount.point} is a {mount.kind} filesystem, which cannot hold files", ON_A_DRIVE)
-        return None
+        return
     try:
         yield from _leftovers(context, directory)
         with scratch_directory(directory) as place:
@@ -74,10 +61,10 @@ def checks(context: DoctorContext) -> Found:
             report = _probe(context, place)
     except OSError as error:
         yield failure("directory", f"not writable: {reason_of(error)}", _remedy_for(directory, error))
-        return None
+        return
     except EnvironmentProblem as error:
         yield failure("directory", error.message, error.hint or OTHER_DIRECTORY)
-        return None
+        return
     except ProbeFailed as error:
         remedy = (
             f"run `kvbm doctor` without `--quick`, which waits longer, or {OTHER_DIRECTORY}"
@@ -85,9 +72,10 @@ def checks(context: DoctorContext) -> Found:
             else OTHER_DIRECTORY
         )
         yield failure("directory", str(error), remedy)
-        return None
+        return
     yield from _about(context, directory, report)
-    return report.settings
+    if report.settings is not None:
+        recommend(report.settings)
 
 
 def _remedy_for(directory: Path, error: OSError) -> str:
@@ -110,7 +98,7 @@ def _probe(context: DoctorContext, place: Path) -> DiskReport:
     answer = context.machine.run_probe(
         sys.executable, "disk", arguments, timeout_s=timeout_s, on_phase=context.on_phase
     )
-    return DiskReport.from_json(answer["report"])
+    return TypeAdapter(DiskReport).validate_python(answer["report"])
 
 
 def _slot_bytes(context: DoctorContext) -> int:
@@ -185,7 +173,7 @@ def _space(context: DoctorContext, directory: Path, report: DiskReport) -> Itera
 def _smaller(context: DoctorContext, room: int) -> str:
     """Suggests a capacity that fits; nothing if it is below host memory, because such a disk tier is useless."""
     fits = room * 9 // 10
-    return "" if fits < (context.host_bytes or 0) else f"set `tiers.disk.capacity: {capacity(fits)}`, or "
+    return "" if fits < (context.host_bytes or 0) else f"set `tiers.disk.capacity: {whole_size(fits)}`, or "
 
 
 def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
-from kvbm_cli.doctor.check import OTHER_DIRECTORY, Check, CheckState, DoctorContext, failure, ok, skipped, warning
+from kvbm_cli.doctor.check import OTHER_DIRECTORY, DoctorContext
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO
 from kvbm_cli.doctor.probes.disk_speed import Speed
+from kvbm_cli.profile.machine_check import Check, Severity, failure, ok, skipped, warning
 from kvbm_cli.terminal.quantities import shown_rate
 
 EXAMPLE_TOKENS = 4000
@@ -71,10 +72,10 @@ def _direct(
         else:
             finding = f"written and read back at an alignment of {way.alignment}"
         if way.works and not is_trap:
-            state = CheckState.OK
+            state = Severity.OK
         else:
-            state = CheckState.FAILURE if wanted == allocator else CheckState.WARNING
-        yield Check(name, state, finding, None if state is CheckState.OK else remedy, facts)
+            state = Severity.FAILURE if wanted == allocator else Severity.WARNING
+        yield Check(name, state, finding, None if state is Severity.OK else remedy, facts)
     if disk is not None and not disk.o_direct and needs.o_direct and not by_open.is_cached:
         finding = "off although it works: the page cache will hold a second copy of every block"
         yield warning("O_DIRECT", finding, "set `tiers.disk.o_direct: true`")

@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvbm.engines.table import installation_of, kind_of
-from kvbm.errors import EnvironmentProblem, ProfileError
-from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok, skipped, warning
-from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.machine_problems import require_metrics_ports
-from kvbm_cli.profile.preflight import require_arguments
-from kvbm_cli.runs.reservations import living_runs, require_port
+from kvbm_cli.doctor.check import DoctorContext
+from kvbm_cli.profile.machine_check import Check, Severity, failure, ok, skipped, warning
+from kvbm_cli.profile.machine_problems import engine_checks, metrics_checks, server_check
+from kvbm_cli.profile.preflight import unstorable_arguments
+from kvbm_cli.runs.reservations import living_runs
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.config.schema import Profile
 
 IMPORT_TIMEOUT_S = 120.0
 NIXL_TIMEOUT_S = 90.0
@@ -26,17 +24,16 @@ QUICK_TIMEOUT_S = 8.0
 
 
 def checks(context: DoctorContext) -> Iterator[Check]:
-    profile = context.resolved.profile if context.resolved is not None else None
-    python = (profile.engine.python if profile is not None else None) or sys.executable
+    resolved, python = context.resolved, sys.executable
     yield _nvidia_kvbm(context)
-    if profile is None:
+    if resolved is None:
         yield skipped("version", "the engine is unknown without a profile", "add `--profile PROFILE`")
     else:
-        yield from _installed(profile)
-    if context.resolved is not None:
-        yield from _arguments(context.resolved)
-    if profile is not None:
-        kind = kind_of(profile)
+        profile, kind = resolved.profile, kind_of(resolved.profile)
+        python = profile.engine.python or sys.executable
+        yield from _installed(resolved)
+        for mistake in unstorable_arguments(resolved):
+            yield failure("arguments", mistake.message, mistake.hint)
         yield _connector(context, python, kind.imported(profile))
         if kind.to_compile is not None:
             yield _compiler(context, python, kind.traits.title, kind.to_compile)
@@ -56,26 +53,17 @@ def _nvidia_kvbm(context: DoctorContext) -> Check:
     )
 
 
-def _installed(profile: Profile) -> Iterator[Check]:
-    kind, found = kind_of(profile), installation_of(profile)
-    problem = kind.problem(profile, has_cache=True)
+def _installed(resolved: ResolvedProfile) -> Iterator[Check]:
+    """Yield what `kvbm serve` would refuse, or the version."""
+    problems = list(engine_checks(resolved))
+    yield from problems
+    kind, found = kind_of(resolved.profile), installation_of(resolved.profile)
     if kind.tested is None:
-        yield ok("version", f"{profile.engine.kind}, part of this kvbm")
-    elif problem is not None:
-        yield failure("version", problem.message, problem.hint)
-    elif found is not None:
+        yield ok("version", f"{resolved.profile.engine.kind}, part of this kvbm")
+    elif found is not None and all(one.name != "version" for one in problems):
         yield ok("version", f"{kind.traits.title} {found.version} ({kind.tested})", version=found.version)
     if found is not None:
-        command = found.script or "its module: the interpreter has no such command"
-        yield ok("command", command)
-
-
-def _arguments(resolved: ResolvedProfile) -> Iterator[Check]:
-    """Yield what `kvbm serve` would refuse."""
-    try:
-        require_arguments(resolved)
-    except ProfileError as error:
-        yield failure("arguments", error.message, error.hint)
+        yield ok("command", found.script or "its module: the interpreter has no such command")
 
 
 def _connector(context: DoctorContext, python: str, modules: list[str]) -> Check:
@@ -134,7 +122,7 @@ def _cuda(context: DoctorContext, python: str) -> Check:
 
 
 def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
-    """NIXL lists plugins that do not load, so the probe creates a backend of each in a process of its own."""
+    """Check which plugins move bytes, as a disk tier does that uses them."""
     io = context.disk.io if context.disk is not None else None
     wanted = io in ("nixl", "gds")
     plugin = "GDS" if io == "gds" else "POSIX"
@@ -146,7 +134,7 @@ def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
     context.on_phase("loading NIXL plugins")
     answer = _run_probe(context, python, "nixl", [plugin] if context.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
     if isinstance(answer, Check):
-        yield answer if wanted else replace(answer, state=CheckState.SKIPPED)
+        yield answer if wanted else replace(answer, severity=Severity.SKIPPED)
         return
     if answer["version"] is None:
         check = failure if wanted else skipped
@@ -158,36 +146,15 @@ def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
         yield ok("NIXL", f"{answer['version']}, plugins: {', '.join(works)}", version=answer["version"])
     else:
         check = failure if wanted else warning
-        yield check("NIXL", f"{answer['version']}: plugin {plugin} does not load", "set `tiers.disk.io: threads`")
+        yield check("NIXL", f"{answer['version']}: plugin {plugin} does not work", "set `tiers.disk.io: threads`")
     absent = {name: error for name, error in plugins.items() if error is not None}
     if absent:
-        yield Check("NIXL", CheckState.SKIPPED, f"plugins that do not load: {', '.join(absent)}", None, absent)
+        yield Check("NIXL", Severity.SKIPPED, f"plugins that do not work: {', '.join(absent)}", None, absent)
 
 
 def port_checks(context: DoctorContext) -> Iterator[Check]:
-    """Yield the checks of ports. The block manager itself needs no port: results travel through shared memory."""
     if context.resolved is None:
         yield skipped("server", "the address is unknown without a profile", "add `--profile PROFILE`")
         return
-    server = context.resolved.profile.server
-    try:
-        require_port(server.host, server.port, living_runs())
-        choose_port(server.host, server.port)
-    except EnvironmentProblem as error:
-        yield failure("server", error.message, f"set `server.port: 0`, or {error.hint}")
-    else:
-        port = f"port {server.port} is free" if server.port else "a free port is chosen at start-up"
-        yield ok("server", f"{server.host}, {port}", host=server.host, port=server.port)
-    yield from _metrics(context.resolved)
-
-
-def _metrics(resolved: ResolvedProfile) -> Iterator[Check]:
-    metrics = resolved.profile.metrics
-    if not metrics.serve:
-        return
-    try:
-        require_metrics_ports(resolved)
-    except EnvironmentProblem as error:
-        yield failure("metrics", error.message.splitlines()[0], error.hint or "set `metrics.port: 0`")
-    else:
-        yield ok("metrics", f"port {metrics.port} is free" if metrics.port else "a free port is chosen at start-up")
+    yield server_check(context.resolved, living_runs())
+    yield from metrics_checks(context.resolved)

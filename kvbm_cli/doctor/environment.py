@@ -18,7 +18,7 @@ from kvbm.config.schema import ConnectorConfig, Tiers
 from kvbm.config.sizes import parse_size
 from kvbm.config.variables import PREFIX, VARIABLES, Variable, drop_unused, read_variables, variable_names, variable_of
 from kvbm.errors import ProfileError
-from kvbm_cli.doctor.check import Check, failure, ok, warning
+from kvbm_cli.profile.machine_check import Check, failure, ok, warning
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile

@@ -1,26 +1,25 @@
 """Checks of host memory (G2): available memory, limits, huge pages, allocation rate, NUMA nodes of the GPUs.
 
-`order_checks`: each tier is at least as large as the tier above it; a smaller one mostly replaces its blocks.
+`tier_checks`: each tier is at least as large as the tier above it; a smaller one mostly replaces its blocks.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
 from kvbm.engines.table import kind_of
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import gpus_of, node_of_pci_device
-from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, skipped, warning
-from kvbm_cli.profile.size import tier_warnings, tiers_of
-from kvbm_cli.runs.reservations import largest_run, living_runs, pending_memory
-from kvbm_cli.runs.run_directory import EngineRun
+from kvbm_cli.doctor.check import DoctorContext
+from kvbm_cli.profile.machine_check import Check, failure, ok, skipped, warning
+from kvbm_cli.profile.machine_problems import memory_check
+from kvbm_cli.profile.size import order_checks, tiers_of
+from kvbm_cli.runs.reservations import living_runs
 from kvbm_cli.terminal.quantities import shown_rate
 
 PREFAULT_BYTES, QUICK_PREFAULT_BYTES = 1 << 30, 128 << 20
 SHARE_OF_ROOM = 10
-LEAST_CAPACITY = 1 << 20  # a smaller one holds no block of most models
 SLOW_START_S = 60.0
 SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
@@ -37,21 +36,9 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 
 def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
-    room, living = context.machine.memory.room(), living_runs()
-    pending = pending_memory(living)
-    finding = f"{format_size(room.available_bytes)} available ({room.limit})"
-    if pending:
-        finding += f", of which starting engines will take {format_size(pending)}"
-    facts = {"available_bytes": room.available_bytes, "needed_bytes": needed, "pending_bytes": pending}
-    left = max(0, context.machine.memory.bytes_for_blocks() - pending)
-    if needed is None:
-        yield ok("available", finding, **facts)
-    elif needed <= left:
-        yield ok("available", f"{finding}, G2 requires {format_size(needed)}", **facts)
-    else:
-        remedy = _room_remedy(context, left, living)
-        yield failure("available", f"{finding}, G2 requires {format_size(needed)}", remedy, **facts)
-    groups = [room for room in context.machine.memory.rooms() if "control group" in room.limit]
+    memory = context.machine.memory
+    yield memory_check(context.resolved, needed, context.engine_count, living_runs(), memory=memory)
+    groups = [room for room in memory.rooms() if "control group" in room.limit]
     if not groups:
         yield ok("control group", "no limit")
     else:
@@ -78,16 +65,6 @@ def _own_of_engine(context: DoctorContext) -> Iterator[Check]:
         yield ok(f"{title}'s memory", finding, needed_bytes=own.needed_bytes)
     else:
         yield failure(f"{title}'s memory", f"{finding}, but {format_size(available)} are available", own.remedy)
-
-
-def _room_remedy(context: DoctorContext, left_bytes: int, living: Sequence[EngineRun]) -> str:
-    largest = largest_run(living)
-    stop = f"run `kvbm stop {shlex.quote(largest.name)}`" if largest is not None else None
-    fitting = left_bytes * 9 // 10 // context.engine_count
-    if fitting < LEAST_CAPACITY and stop is not None:
-        return stop
-    remedy = f"set `tiers.host.capacity: {capacity(fitting)}` or less"
-    return f"{remedy}, or {stop}" if stop is not None else remedy
 
 
 def _locked(context: DoctorContext, needed: int | None, *, has_gpu: bool) -> Iterator[Check]:
@@ -154,7 +131,7 @@ def _nodes(context: DoctorContext, gpus: list[str]) -> Iterator[Check]:
             yield ok("NUMA", f"GPU {address} is on node {node or 0} of {count}", node=node, nodes=count)
 
 
-def order_checks(context: DoctorContext) -> Iterator[Check]:
+def tier_checks(context: DoctorContext) -> Iterator[Check]:
     resolved, sizing = context.resolved, context.sizing
     if resolved is None:
         yield skipped("order", "the sizes of the tiers are unknown without a profile", "add `--profile PROFILE`")
@@ -163,9 +140,8 @@ def order_checks(context: DoctorContext) -> Iterator[Check]:
         return
     if sizing.device is None:
         yield skipped("G1", "the engine determines its number of blocks at start-up")
-    found = tier_warnings(resolved, sizing)
-    for text in found:
-        yield warning("order", text, "raise the capacity of the tier")
+    found = order_checks(resolved, sizing)
+    yield from found
     if not found and (tiers := tiers_of(resolved, sizing)):
         tokens = {name: tier.token_count for name, tier in tiers.items()}
         yield ok("order", f"tokens: {', '.join(f'{name} {count:,}' for name, count in tokens.items())}", **tokens)

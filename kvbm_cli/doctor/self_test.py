@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from kvbm.config.sizes import format_size
 from kvbm.engines.table import kind_of
 from kvbm.errors import reason_of
-from kvbm_cli.doctor.check import Check, DoctorContext, failure, ok, skipped
+from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.machine import scratch_directory
+from kvbm_cli.profile.machine_check import Check, failure, ok, skipped
 
 if TYPE_CHECKING:
     from kvbm_cli.doctor.probes.disk import RecommendedSettings

@@ -14,9 +14,10 @@ from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.shared.keys import extent_blocks
 from kvbm.tiers.shared.settings import directory_of
-from kvbm_cli.doctor.check import NO_ANSWER, Check, DoctorContext, failure, ok, skipped, warning
+from kvbm_cli.doctor.check import NO_ANSWER, DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.probes.store import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
+from kvbm_cli.profile.machine_check import Check, failure, ok, skipped, warning
 from kvbm_cli.system.answering import answers
 from kvbm_cli.terminal.quantities import shown_rate
 
@@ -90,12 +91,12 @@ def _library(context: DoctorContext, url: str) -> Iterator[Check]:
         return
     extra = MOONCAKE_EXTRA if is_pool else EXTRA
     timeout_s = QUICK_IMPORT_TIMEOUT_S if context.is_quick else IMPORT_TIMEOUT_S
-    try:
-        answer = context.machine.run_probe(python, "engine", ["connector", *modules], timeout_s=timeout_s)
-    except ProbeFailed as error:
-        yield failure("library", f"`{python}`: {error}", "check the value of `engine.python`")
-        return
-    if answer["error"] is not None:
+    remedy = "check the value of `engine.python`"
+    arguments = ["connector", *modules]
+    answer = context.answer_of("library", python, "engine", arguments, timeout_s=timeout_s, remedy=remedy)
+    if isinstance(answer, Check):
+        yield answer
+    elif answer["error"] is not None:
         yield failure("library", f"`{python}`: {answer['error']}", f"{extra} in that environment")
     else:
         yield ok("library", f"{' and '.join(modules)} can be imported")

@@ -8,11 +8,12 @@ from pathlib import Path
 from kvbm.config.document import Mistake, together
 from kvbm.config.load import Examined, ResolvedProfile, place_of
 from kvbm.errors import ProfileError, UsageError
-from kvbm.sizing import StateLevel
+from kvbm.sizing import Sizing, StateLevel
 from kvbm_cli.bench.workload.files import load_workload
-from kvbm_cli.profile.machine_problems import order_problems, problems_here
+from kvbm_cli.profile.machine_problems import problems_here
 from kvbm_cli.profile.preflight import all_mistakes
 from kvbm_cli.profile.resolve import examined
+from kvbm_cli.profile.size import order_checks
 from kvbm_cli.profile.state_check import state_findings, state_notes
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
@@ -34,8 +35,8 @@ def check_profile(
     warnings = list(found.resolved.warnings) if found.resolved is not None else []
     has_problem, notes = False, []
     if found.resolved is not None and sizing is not None and not mistakes:
-        order = order_problems(found.resolved, sizing)
-        warnings += [problem.error.message for problem in (*problems_here(found.resolved, sizing), *order)]
+        order = order_checks(found.resolved, sizing) if isinstance(sizing, Sizing) else []
+        warnings += [one.error(found.resolved).message for one in (*problems_here(found.resolved, sizing), *order)]
         states = state_findings(found.resolved, StateLevel.WARNING)
         has_problem = bool(order) or any(one.disables for one in states)
         notes = state_notes(found.resolved)

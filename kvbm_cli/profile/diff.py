@@ -6,7 +6,6 @@ A key that exists in only one profile (another engine, an absent tier) is shown 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvbm.config.load import DEFAULT, ResolvedProfile
 from kvbm_cli.profile.resolve import resolve
@@ -16,13 +15,7 @@ from kvbm_cli.terminal.console import noted, print_data, print_json
 DIFFERENT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Value and origin of a key in one profile; `exists` is False if the profile has no such key."""
-
-    value: object
-    origin: str
-    exists: bool
+Side = tuple[object, str] | None  # value and origin of a key in one profile, None if the profile has no such key
 
 
 def diff_profiles(reference: str, other: str, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -40,26 +33,21 @@ def diff_profiles(reference: str, other: str, overrides: Sequence[str], *, as_js
 def differences(before: ResolvedProfile, after: ResolvedProfile) -> Iterator[tuple[str, Side, Side]]:
     later = [key for key in after.values if key not in before.values]
     for key in [*before.values, *later]:
-        a, b = _side(before, key), _side(after, key)
-        if key != "description" and a.value != b.value and not _is_only_a_default(a, b):
-            yield key, a, b
+        sides = [(one.values[key], one.origins[key]) if key in one.values else None for one in (before, after)]
+        is_only_a_default = None in sides and any(side is not None and side[1] == DEFAULT for side in sides)
+        if key != "description" and value_of(sides[0]) != value_of(sides[1]) and not is_only_a_default:
+            yield key, sides[0], sides[1]
 
 
-def _is_only_a_default(a: Side, b: Side) -> bool:
-    return any(not one.exists and other.origin == DEFAULT for one, other in ((a, b), (b, a)))
-
-
-def _side(resolved: ResolvedProfile, key: str) -> Side:
-    if key not in resolved.values:
-        return Side(None, "", exists=False)
-    return Side(resolved.values[key], resolved.origins[key], exists=True)
+def value_of(side: Side) -> object:
+    return None if side is None else side[0]
 
 
 def _line(sign: str, side: Side) -> str:
-    if not side.exists:
+    if side is None:
         return f"  {sign} {shown(None)}"
-    return noted(f"  {sign} {shown(side.value).ljust(VALUE_WIDTH)}", f"# {short_origin(side.origin)}")
+    return noted(f"  {sign} {shown(side[0]).ljust(VALUE_WIDTH)}", f"# {short_origin(side[1])}")
 
 
 def _as_data(side: Side) -> dict[str, object] | None:
-    return {"value": side.value, "origin": side.origin} if side.exists else None
+    return None if side is None else {"value": side[0], "origin": side[1]}

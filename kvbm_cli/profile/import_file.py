@@ -149,8 +149,8 @@ def _of_block(text: str, line: int, exported: dict[str, Word]) -> list[Launch]:
             raise
     script = read_text(text, line, exported)
     found = script.results()
-    for _, document in () if found else script.documents:
-        found += read_yaml(document, document.line) if _YAML.match(document) else []
+    for one in () if found else script.documents:
+        found += read_yaml(one.text, one.text.line) if _YAML.match(one.text) else []
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -195,15 +195,20 @@ def contained(words: Sequence[Word]) -> Container | None:
 
 def assignments(words: Sequence[Word]) -> dict[str, Word]:
     """Return the variables that words set, as those of `env` and of `srun --export` do."""
-    found: dict[str, Word] = {}
+    return {str(name): value for name, value in exports(words) if value is not None}
+
+
+def exports(words: Sequence[Word]) -> Iterator[tuple[Word, Word | None]]:
+    """Yield the names and values of the variables that words set; None for one of `--export` that the caller has."""
     for at, word in enumerate(words):
         option, _, several = word.partition("=")
         given = several if option == "--export" else word
         is_list = option == "--export" or (at and words[at - 1] == "--export")
         for one in given.split(",") if is_list else [given]:
             if match := _ASSIGNED.match(one):
-                found[match[1]] = Word(one[match.end() :], word.line)
-    return found
+                yield Word(match[1], word.line), Word(one[match.end() :], word.line)
+            elif is_list and one not in ("", "ALL", "NIL", "NONE"):
+                yield Word(one, word.line), None
 
 
 @cache

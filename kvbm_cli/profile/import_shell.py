@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvbm.errors import ProfileError
 from kvbm_cli.profile.import_launch import (
@@ -54,6 +54,9 @@ _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _HERE = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)")
 _TARGET = re.compile(r"(?:>|\btee\b)[ \t]*([^\s<>;|&-][^\s<>;|&]*)")
+_REMOTE = re.compile(r"(?<!\S)(?:\S*/)?(?:ssh|(?:kubectl|oc|docker|podman|nerdctl)\s(?:.*\s)?exec)\s")  # runs its input
+_FILED = re.compile(r"\b(?:cat|tee)\b")  # what makes a file of a here document
+_KEPT = re.compile(r"\\(?=[\"\n])")  # backslashes that are text in a here document
 _OPENS, _CLOSES = frozenset({"if", "while", "until", "for", "case"}), frozenset({"fi", "done", "esac"})
 _DECLARES = frozenset({"export", "declare", "readonly", "typeset", "local"})
 _IN_FRONT = _OPENS | _DECLARES | {"then", "else", "elif", "do", "{", "!", "time", "exec", "command"}
@@ -89,6 +92,17 @@ def inserted(word: Word) -> Word:
     return Word(text, word.line, is_plain=word.is_plain)
 
 
+@dataclass(frozen=True, slots=True)
+class HereDocument:
+    """`target` is the file that it becomes, empty for none. `is_remote`: it is the commands of another machine, in
+    which this one inserts its variables unless the document `is_quoted`."""
+
+    target: str
+    text: Word
+    is_remote: bool
+    is_quoted: bool
+
+
 class CommandText:
     """What a text sets, and the engines that it starts. A variable has the value that it has at that place."""
 
@@ -97,7 +111,7 @@ class CommandText:
         self.exported = dict.fromkeys(environment or ())
         self.launches: list[Launch] = []
         self.left: dict[str, Left] = {}
-        self.documents: list[tuple[str, Word]] = []  # here documents with the files that they become, empty for none
+        self.documents: list[HereDocument] = []
         self.spent = spent  # characters that variables inserted
         self.depth = depth  # texts around this one
         self.open_conditions = 0
@@ -110,13 +124,18 @@ class CommandText:
         first = len(self.documents)
         for words, is_conditional in self._commands(self._without_documents(text, line), line):
             self._command(words, is_conditional=is_conditional)
-        for target, inside in self.documents[first:]:
-            is_script = inside.startswith("#!") or target.endswith((".sh", ".sbatch", ".slurm"))
-            if STARTS.search(inside) and (not target or (is_script and not self.launches)):
-                self._nest(inside, variables=self.variables, exported=self.exported)
+        for one in self.documents[first:]:
+            is_script = one.text.startswith("#!") or one.target.endswith((".sh", ".sbatch", ".slurm"))
+            if STARTS.search(one.text) is None:
+                continue
+            if one.is_remote:
+                inserted_text = one.text if one.is_quoted else self.quoted(_KEPT.sub(r"\\\\", one.text))
+                self._nest(Word(inserted_text, one.text.line), variables={}, exported={}, is_elsewhere=True)
+            elif not one.target or (is_script and not self.launches):
+                self._nest(one.text, variables=self.variables, exported=self.exported)
 
     def results(self) -> list[Launch]:
-        left, files = self.left.values(), dict(self.documents)
+        left, files = self.left.values(), {one.target: one.text for one in self.documents}
         return [replace(one, left=(*one.left, *left), files={**files, **one.files}) for one in self.launches]
 
     def words(self, text: str, line: int) -> list[Word]:
@@ -137,7 +156,9 @@ class CommandText:
                 inside = "".join(f"{one}\n" for one in lines[at:end])
                 target = _TARGET.search(line)
                 name = target[1].rpartition("/")[2] if target is not None else ""
-                self.documents.append((name, Word(inside if match[1] else inside.replace("\\$", "$"), first + at)))
+                is_remote, is_quoted = _REMOTE.search(line) is not None and not _FILED.search(line), bool(match[1])
+                text = inside if is_quoted or is_remote else inside.replace("\\$", "$")
+                self.documents.append(HereDocument(name, Word(text, first + at), is_remote, is_quoted))
                 kept += [""] * (end + 1 - at)
         return "\n".join(kept)
 
@@ -309,26 +330,33 @@ class CommandText:
             variables: dict[str, list[str]] = {"@": [*arguments]}
             variables |= {name: [one] for name, one in given.items()}
             variables |= {str(number): [one] for number, one in enumerate(arguments, start=1)}
-            before = len(self.launches)
-            self._nest(words[at], variables=variables, exported=dict.fromkeys(given))
-            self.launches[before:] = [
-                replace(one, left=(*left, *one.left), is_elsewhere=is_elsewhere or one.is_elsewhere)
-                for one in self.launches[before:]
-            ]
+            exported = dict.fromkeys(given)
+            self._nest(words[at], variables=variables, exported=exported, is_elsewhere=is_elsewhere, left=left)
 
     def environment(self) -> dict[str, Word]:
         """Return the variables that the text exports."""
         values = ((name, self.variables.get(name, [])) for name in self.exported)
         return {name: Word(one[0], getattr(one[0], "line", 0)) for name, one in values if len(one) == 1}
 
-    def _nest(self, text: Word, *, variables: Mapping[str, list[str]], exported: Mapping[str, None]) -> None:
+    def _nest(
+        self,
+        text: Word,
+        *,
+        variables: Mapping[str, list[str]],
+        exported: Mapping[str, None],
+        is_elsewhere: bool = False,
+        left: tuple[Left, ...] = (),
+    ) -> None:
         """Read a text that this one contains."""
         self._count(len(text) + len(variables))
         inside = CommandText(spent=self.spent, depth=self.depth + 1)
         inside.variables, inside.exported = dict(variables), dict(exported)
         inside.read(text, text.line)
         self.spent = inside.spent
-        self.launches += inside.launches
+        self.launches += [
+            replace(one, left=(*left, *one.left), is_elsewhere=is_elsewhere or one.is_elsewhere)
+            for one in inside.launches
+        ]
         self.documents += inside.documents
         self.left |= inside.left
 

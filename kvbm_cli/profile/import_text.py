@@ -6,17 +6,19 @@ import ast
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from kvbm_cli.profile.import_launch import START_OF_LINE, STARTS_IN_LISTS, Launch, Left, Word
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, OpenQuote, marked
+from kvbm_cli.profile.import_launch import NOT_SHOWN, START_OF_LINE, STARTS_IN_LISTS, Launch, Left, Word, exports
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, OpenQuote, finished, marked
 
 _FENCE = re.compile(r"[ \t>]*(```+|~~~+)")
 _INSTRUCTION = re.compile(r"^[ \t]*([A-Z]+)[ \t]+((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)  # of a Dockerfile
 _COMMENTS = re.compile(r"\\\n(?:[ \t]*(?:#[^\n]*)?\n)+")  # between the lines of an instruction
 _PAIR = re.compile(r"(\w+)[ \t]+(.*)", re.DOTALL)  # of ENV
 _QUOTE = re.compile(r"(?<!\\)['\"]")
+_UNIT = re.compile(r"^ExecStart\w*=(?:[^\\\n]|\\.)*", re.MULTILINE | re.DOTALL)  # a line of a unit of systemd
+_APOSTROPHE = re.compile(r"\"(?:\\.|[^\"\\])*\"|(?<=\w)'(?=\w)", re.DOTALL)  # in a word, or in double quotes
 _AS_SHELL = tuple(  # a prompt, a unit of systemd
     (re.compile(pattern, re.MULTILINE), instead)
     for pattern, instead in (
@@ -71,11 +73,16 @@ def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
     if of_image is not None and of_image.launches:
         return of_image
     given = exported if of_image is None else exported | of_image.environment()
-    as_shell = text
+    as_shell = _UNIT.sub(_with_apostrophes, text)
     for pattern, instead in _AS_SHELL:
         as_shell = pattern.sub(instead, as_shell)
     found = CommandText(given)
     try:
+        for name, value in _slurm_variables(text, line):
+            if value is None:
+                found.left[name] = Left(finished(name), NOT_SHOWN, name.line)
+            else:
+                found.variables[name], found.exported[name] = [value], None
         found.read(as_shell, line)
     except OpenQuote:  # another language, or prose
         found = read_lines(as_shell, line, given | found.environment())
@@ -85,6 +92,23 @@ def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
     if of_image is not None:
         found.launches = [replace(one, is_elsewhere=True) for one in found.launches]
     return found if found.launches or found.documents else _lists(as_shell, line, given)
+
+
+def _slurm_variables(text: str, line: int) -> Iterator[tuple[Word, Word | None]]:
+    """Yield what `#SBATCH --export` sets, in front of the first command; None for the value of a variable of the
+    caller."""
+    for at, one in enumerate(text.split("\n"), start=line):
+        if one.startswith("#SBATCH") and "--export" in one:
+            yield from exports(CommandText().words(one.removeprefix("#SBATCH"), at))
+        elif one.strip() and not one.startswith("#"):
+            return
+
+
+def _with_apostrophes(found: re.Match[str]) -> str:
+    """Return a command of systemd with escapes for apostrophes inside of words, if they do not come in pairs."""
+    if found[0].count("'") % 2 == 0:
+        return found[0]
+    return _APOSTROPHE.sub(lambda one: one[0] if one[0] != "'" else "\\'", found[0])
 
 
 def read_lines(text: str, line: int, exported: Mapping[str, Word]) -> CommandText:
@@ -105,20 +129,27 @@ def variables_of(text: str) -> dict[str, Word]:
 
 
 def _dockerfile(text: str, line: int) -> CommandText | None:
-    """Read what the image of the last stage starts. None for a text that is no Dockerfile."""
+    """Read what the image of the last stage starts, with what it has of the stages that it is built on. None for a text
+    that is no Dockerfile."""
     script: CommandText | None = None
     parts: dict[str, Word] = {}
+    stages: dict[str, tuple[str, CommandText, dict[str, Word]]] = {}  # by name: the first image, and what is set
+    command: Word | None = None  # of the stage below
     image, at = "", 0
     for one in _INSTRUCTION.finditer(_COMMENTS.sub(lambda found: "\\\n" * found[0].count("\n"), text)):
         line, at = line + one.string.count("\n", at, one.start(2)), one.start(2)
         if one[1] == "FROM":
-            names = (name for name in one[2].split() if not name.startswith("--"))
-            image, script, parts = next(names, ""), CommandText(), {}
+            image, *name = [word for word in one[2].split() if not word.startswith("--")] or [""]
+            image, below, inherited = stages.get(image.lower(), (image, CommandText(), {}))
+            script, parts, command = CommandText(below.environment()), dict(inherited), inherited.get("CMD")
+            stages["".join(name[1:]).lower()] = image, script, parts
         elif script is not None and one[1] == "ENV":
             pair = _PAIR.fullmatch(one[2])
             given = one[2] if pair is None else f'{pair[1]}="{_QUOTE.sub("", pair[2])}"'
             script.read("export " + _OF_SHELL.sub(lambda found: f"\\{found[1]}" if found[1] else found[0], given), line)
         elif one[1] in ("ENTRYPOINT", "CMD"):
+            if one[1] == "ENTRYPOINT" and parts.get("CMD") is command:
+                parts.pop("CMD", None)  # Docker forgets the one of the stage below
             parts[one[1]] = Word(one[2], line)
     if script is None:
         return None

@@ -1,12 +1,11 @@
 """`kvbm profile new`: writes a commented profile from options, or from questions on a terminal.
 
-The text is written to a draft, read back and compared with the wanted profile. Only then is the draft renamed, so the
-file is always complete and valid. An existing file is overwritten only with --force.
+The text is read back and compared with the wanted profile before it is written, completely or not at all, so the file
+is always valid. An existing file is overwritten only with --force.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
@@ -15,18 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm.config.document import Document, Mistake, plain_values, together
+from kvbm.config.document import Document, Mistake, parse_document, plain_values, together
 from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS
 from kvbm.config.layers import find, shipped_name
 from kvbm.config.load import Examined, written_by
 from kvbm.config.variables import other_variables
-from kvbm.engines.table import examine_written, load
-from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError, reason_of
+from kvbm.engines.table import examine_written
+from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError, UsageError, reason_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.check import workload_mistakes
-from kvbm_cli.profile.machine_problems import problems_here, warn_of
+from kvbm_cli.profile.machine_check import warn_of
+from kvbm_cli.profile.machine_problems import problems_here
 from kvbm_cli.profile.preflight import all_mistakes, examine_here
 from kvbm_cli.profile.text import short_text, whole_text
+from kvbm_cli.system.filesystem import write_atomically, write_new
 from kvbm_cli.terminal.console import print_data, print_note, print_question
 from kvbm_cli.terminal.show_error import show_kvbm_error
 
@@ -76,7 +77,9 @@ def new_profile(
         raise UsageError(f"missing: {', and '.join(missing)}", hint=hint)
     written, expected = _examined(file, answers, overrides, parents)
     references = [_reference(parent, file) for parent in parents]
-    _write(file, _text(written, expected, references), expected, is_forced=is_forced)
+    text = _text(written, expected, references)
+    _require_equal(file, text, expected, parents)
+    _write(file, text, is_forced=is_forced)
     print_data(str(file))
     print_note(f"`kvbm serve --profile {shlex.quote(str(file))}` starts the engine")
 
@@ -167,7 +170,7 @@ def _examined(
         raise together(mistakes)
     assert examined.resolved is not None, "no mistakes means a profile"
     assert sizing is not None, "no mistakes means sizes, or a reason why not"
-    warn_of(problems_here(examined.resolved, sizing))
+    warn_of(examined.resolved, problems_here(examined.resolved, sizing))
     return written, examined
 
 
@@ -189,27 +192,25 @@ def _text(written: Document, expected: Examined, references: Sequence[str]) -> s
     return whole_text(values, engine=expected.resolved.profile.engine.kind)
 
 
-def _write(file: Path, text: str, expected: Examined, *, is_forced: bool) -> None:
-    draft = file.with_name(f".{file.stem}.{os.getpid()}{file.suffix}")
+def _write(file: Path, text: str, *, is_forced: bool) -> None:
+    if not is_forced:
+        write_new(file, text)
+        return
     try:
-        with open(draft, "x", encoding="utf-8") as opened:
-            opened.write(text)
-        _require_equal(draft, expected)
-        if not is_forced:
-            open(file, "x").close()  # reserves the name, fails if it exists by now
-        os.replace(draft, file)
+        write_atomically(file, text)
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{file}`: {reason_of(error)}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
 
 
-def _require_equal(draft: Path, expected: Examined) -> None:
-    assert expected.resolved is not None
-    try:
-        read = load(str(draft), directories=[profiles_directory()], variables=other_variables(os.environ))
-    except KvbmError as error:
-        raise InvariantError(f"the written profile is not valid: {error.message}") from error
-    if read.profile != expected.resolved.profile:
-        raise InvariantError("the written profile differs from the requested one")
+def _require_equal(file: Path, text: str, expected: Examined, parents: Sequence[Path]) -> None:
+    document, mistakes = parse_document(text, label=str(file))
+    document.pop("extends", None)
+    read = examine_written(
+        file, document, directories=[profiles_directory()], parents=parents, variables=other_variables(os.environ)
+    )
+    if found := [*mistakes, *read.mistakes]:
+        raise InvariantError(f"the text of the profile is not valid: {together(found).message}")
+    assert read.resolved is not None, "no mistakes means a profile"
+    assert expected.resolved is not None, "its mistakes were reported"
+    if read.resolved.profile != expected.resolved.profile:
+        raise InvariantError("the text of the profile differs from the requested one")

@@ -20,7 +20,7 @@ from kvbm.engines.table import kind_of, metrics_count
 from kvbm.errors import EnvironmentProblem, ProfileError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing, StateLevel
 from kvbm.sizing.families.facts import text_facts
-from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES
+from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, require_usable_parent
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.profile.state_check import state_findings
@@ -74,25 +74,19 @@ def examine_here(
         mistakes += [resolved.mistake(one.key, one.message, hint=one.hint) for one in wrong]
     if verifies_flags:
         mistakes += _unknown_arguments(resolved)
-    of_cache = (require_arguments, _require_metrics, _require_directory) if has_cache else ()
-    for require in (_require_program, _require_address, *of_cache):
-        try:
-            require(resolved)
-        except ProfileError as mistake:
-            mistakes.append(mistake)
-    if sizing is not None and not isinstance(sizing, SizeUnknown):
-        try:
-            _require_length(resolved, sizing)
-        except ProfileError as mistake:
-            mistakes.append(mistake)
+    mistakes += [*_wrong_program(resolved), *_wrong_address(resolved, "server.host", OWN_ADDRESS)]
+    if has_cache:
+        mistakes += [*unstorable_arguments(resolved), *_wrong_metrics(resolved), *_wrong_directories(resolved)]
+    if isinstance(sizing, Sizing):
+        mistakes += _wrong_length(resolved, sizing)
     return sizing, mistakes
 
 
-def _require_program(resolved: ResolvedProfile) -> None:
+def _wrong_program(resolved: ResolvedProfile) -> Iterator[ProfileError]:
     python = resolved.profile.engine.python
     if python is not None and shutil.which(python) is None:
         hint = "name an executable, or remove `engine.python` to use the interpreter of `kvbm`"
-        raise resolved.mistake("engine.python", f"`engine.python`: `{python}` is not an executable", hint=hint)
+        yield resolved.mistake("engine.python", f"`engine.python`: `{python}` is not an executable", hint=hint)
 
 
 def _unknown_arguments(resolved: ResolvedProfile) -> Iterator[ProfileError]:
@@ -101,32 +95,32 @@ def _unknown_arguments(resolved: ResolvedProfile) -> Iterator[ProfileError]:
         yield resolved.mistake(f"engine.arguments.{name}", message, hint=hint)
 
 
-def require_arguments(resolved: ResolvedProfile) -> None:
-    """ProfileError for arguments of an engine with which kvbm cannot keep its blocks."""
+def unstorable_arguments(resolved: ResolvedProfile) -> Iterator[ProfileError]:
+    """Yield the arguments of an engine with which kvbm cannot keep its blocks."""
     for name, message, hint in kind_of(resolved.profile).unstorable_arguments(resolved.profile):
-        raise resolved.mistake(f"engine.arguments.{name}", message, hint=hint)
+        yield resolved.mistake(f"engine.arguments.{name}", message, hint=hint)
 
 
-def _require_address(resolved: ResolvedProfile) -> None:
+def _wrong_address(resolved: ResolvedProfile, key: str, hint: str) -> Iterator[ProfileError]:
+    """Yield the mistake of an address that is not of this machine."""
+    section, _, name = key.partition(".")
+    host = getattr(getattr(resolved.profile, section), name)
     try:
-        choose_port(resolved.profile.server.host, 0)
+        choose_port(host, 0)
     except EnvironmentProblem as error:
-        raise resolved.mistake("server.host", error.message, hint=OWN_ADDRESS) from None
+        yield resolved.mistake(key, error.message, hint=hint)
 
 
-def _require_metrics(resolved: ResolvedProfile) -> None:
+def _wrong_metrics(resolved: ResolvedProfile) -> Iterator[ProfileError]:
     """Each engine with a cache serves its metrics on a port of its own."""
     ports = metrics_ports(resolved)
     if ports and ports[-1] > MAX_PORT:
         needed = f"{len(ports)} engines need ports up to {ports[-1]}"
         message = f"`metrics.port` is too high: {needed}, but the maximum is {MAX_PORT}"
-        raise resolved.mistake("metrics.port", message)
-    if ports and resolved.profile.metrics.host is not None:
-        try:
-            choose_port(resolved.profile.metrics.host, 0)
-        except EnvironmentProblem as error:
-            hint = "set `metrics.host` to an address of this machine, or remove it to use `server.host`"
-            raise resolved.mistake("metrics.host", error.message, hint=hint) from None
+        yield resolved.mistake("metrics.port", message)
+    elif ports and resolved.profile.metrics.host is not None:
+        hint = "set `metrics.host` to an address of this machine, or remove it to use `server.host`"
+        yield from _wrong_address(resolved, "metrics.host", hint)
 
 
 def metrics_ports(resolved: ResolvedProfile) -> range:
@@ -135,8 +129,8 @@ def metrics_ports(resolved: ResolvedProfile) -> range:
     return range(metrics.port, metrics.port + metrics_count(resolved.profile)) if is_fixed else range(0)
 
 
-def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """ProfileError if the maximum length exceeds the positions of the model or the tokens of G1."""
+def _wrong_length(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[ProfileError]:
+    """Yield the mistake of a maximum length that exceeds the positions of the model or the tokens of G1."""
     engine, kind = resolved.profile.engine, kind_of(resolved.profile)
     name = engine.arguments.LENGTH
     key, length = f"engine.arguments.{name}", count_of(getattr(engine.arguments, name))
@@ -149,45 +143,33 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
     for limit, holder, or_raise in limits:
         if length is not None and isinstance(limit, int) and length > limit:
             message = f"`{name}` is {length} tokens, but {holder} at most {limit}"
-            raise resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
+            yield resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
+            return
 
 
-def _require_directory(resolved: ResolvedProfile) -> None:
-    """ProfileError for a directory that cannot be used; else it would fail only after the model is loaded."""
+def _wrong_directories(resolved: ResolvedProfile) -> Iterator[ProfileError]:
+    """Yield directories that cannot be used; else they would fail only after the model is loaded."""
     disk, metrics = resolved.profile.tiers.disk, resolved.profile.metrics
+    reasons: dict[str, str | None] = {}
     if disk is not None and answers(directory := expanded(disk.directory)):  # else problems_here says so
-        reason = _reason_not_private(directory) or _reason_too_long(directory) or _reason_not_usable(directory)
-        _require_none(resolved, "tiers.disk.directory", reason)
+        reasons["tiers.disk.directory"] = _reason_refused(directory) or _reason_not_usable(directory)
     if metrics.record:
         directory = expanded(metrics.record_directory)
-        reason = _reason_not_usable(directory) or disk_state(directory)
-        _require_none(resolved, "metrics.record_directory", reason)
+        reasons["metrics.record_directory"] = _reason_not_usable(directory) or disk_state(directory)
+    for key, reason in reasons.items():
+        if reason is not None:
+            hint = f"set `{key}` to another directory; `kvbm doctor --dir DIR` checks one"
+            yield resolved.mistake(key, f"`{key}`: {reason}", hint=hint)
 
 
-def _require_none(resolved: ResolvedProfile, key: str, reason: str | None) -> None:
-    if reason is not None:
-        hint = f"set `{key}` to another directory; `kvbm doctor --dir DIR` checks one"
-        raise resolved.mistake(key, f"`{key}`: {reason}", hint=hint)
-
-
-def _reason_not_private(directory: Path) -> str | None:
-    """Return why the disk tier refuses an existing directory, None if it does not."""
+def _reason_refused(directory: Path) -> str | None:
+    """Return why the disk tier refuses the directory, None if it does not. One that is missing is not created here."""
     try:
-        mode = os.lstat(directory).st_mode
-    except OSError:
-        return None  # missing, or not usable for another reason
-    if stat.S_ISLNK(mode):
-        return f"{directory} is a symbolic link, which is not followed"
-    if stat.S_ISDIR(mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        return f"{directory} is writable by everyone (mode {stat.S_IMODE(mode):04o})"
+        if os.path.lexists(directory) or len(os.fsencode(directory)) > MAX_DIRECTORY_BYTES:
+            require_usable_parent(directory)
+    except EnvironmentProblem as error:
+        return error.message
     return None
-
-
-def _reason_too_long(directory: Path) -> str | None:
-    length = len(os.fsencode(directory))
-    if length <= MAX_DIRECTORY_BYTES:
-        return None
-    return f"the path has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}"
 
 
 def disk_state(directory: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -9,12 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import ENGINES
-from kvbm.config.sizes import format_size
+from kvbm.config.sizes import format_size, whole_size
 from kvbm.engines.model_facts import config_file
 from kvbm.engines.table import cpu_of, kind_of, size
 from kvbm.errors import ProfileError
 from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted
 from kvbm_cli.profile.auto_capacity import with_capacities
+from kvbm_cli.profile.machine_check import Check, Severity
 from kvbm_cli.terminal.console import noted, table
 from kvbm_cli.terminal.quantities import counted
 
@@ -26,16 +28,28 @@ ASK_ENGINE = "`kvbm serve` starts the engine anyway; then `kvbm logs | grep allo
 _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 
 
-def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
-    """Return a warning for each tier that adds little: it is smaller than the one above it, or, with states, than a
+def order_checks(resolved: ResolvedProfile, sizing: Sizing) -> list[Check]:
+    """Return a check for each tier that adds little: it is smaller than the one above it, or, with states, than a
     sequence."""
     smaller = (
-        f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
-        "so it adds little"
+        _too_small(
+            lower,
+            f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
+            "so it adds little",
+            upper.token_count / max(1, lower.token_count),
+        )
         for (above, upper), (below, lower) in pairwise(tiers_of(resolved, sizing).items())
         if lower.token_count < upper.token_count and not (below == "G2" and _takes_evicted(resolved.profile, sizing))
     )
-    return (*smaller, *sequence_warnings(resolved, sizing))
+    return [*smaller, *sequence_checks(resolved, sizing)]
+
+
+def _too_small(tier: TierSize, finding: str, factor: float) -> Check:
+    """Return the check of a tier that must be larger by this factor."""
+    blocks = math.ceil(tier.block_count * factor)
+    size = whole_size(math.ceil(tier.total_bytes * blocks / tier.block_count), rounds_up=True)
+    value = blocks if tier.set_by.endswith(".blocks") else size
+    return Check("order", Severity.STRICT, finding, f"set `{tier.set_by}: {value}` or more")
 
 
 def tiers_of(resolved: ResolvedProfile, sizing: Sizing) -> dict[str, TierSize]:
@@ -61,14 +75,15 @@ def _takes_evicted(profile: Profile, sizing: Sizing) -> bool:
     return not reason and not profile.disaggregated.is_enabled
 
 
-def sequence_warnings(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[str]:
-    """Yield warnings. A hit needs a snapshot and all attention blocks before it, so a part of a sequence is useless."""
+def sequence_checks(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[Check]:
+    """Check a model with states: a hit needs a snapshot and all attention blocks before it, a whole sequence."""
     host = sizing.host
     if sizing.snapshot is not None and resolved.profile.tiers.host is not None and host.sequence_count == 0:
-        yield (
+        finding = (
             f"G2 holds {counted(host.block_count, 'block')}, fewer than the {blocks_text(sizing)} of a sequence of "
-            f"{sizing.sequence_tokens:,} tokens, so no prompt of this length has a hit; raise `{host.set_by}`"
+            f"{sizing.sequence_tokens:,} tokens, so no prompt of this length has a hit"
         )
+        yield _too_small(host, finding, sizing.sequence_blocks / host.block_count)
 
 
 def blocks_text(sizing: Sizing) -> str:

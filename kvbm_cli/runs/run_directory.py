@@ -142,8 +142,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.problem: str | None = None  # why run.json could not be written
-        self.targets_problem: str | None = None  # why the file for Prometheus could not be written
+        self.problems: dict[str, str] = {}  # why run.json or the file for Prometheus could not be written
         self._targets = ""  # the content of that file, once the run is healthy
         self._facts: RunFacts | None = None
         self._lock = locked_file(path / LOCK)  # until the process ends
@@ -157,6 +156,11 @@ class RunDirectory:
     def log(self) -> Path:
         return self.path / ENGINE_LOG
 
+    @property
+    def _begun(self) -> RunFacts:
+        assert self._facts is not None, "the run has not begun"
+        return self._facts
+
     def begin(self, facts: RunFacts) -> None:
         """May raise OSError."""
         _write(self.path / FACTS, facts.to_json())
@@ -165,15 +169,14 @@ class RunDirectory:
         self._claim = memory_claims.make(MemoryClaim(facts.launcher.pid, facts.memory_bytes, facts.engine_bytes))
 
     def change(self, **changes: Any) -> None:
-        assert self._facts is not None, "the run has not begun"
-        if any(getattr(self._facts, name) != value for name, value in changes.items()):
-            self._facts = replace(self._facts, **changes)
+        if any(getattr(self._begun, name) != value for name, value in changes.items()):
+            self._facts = replace(self._begun, **changes)
             self._save()
 
     def restore(self) -> None:
         """Write run.json and the file for Prometheus again if that has failed, or if they were removed. To be called
         now and then."""
-        if self._facts is not None and (self.problem is not None or not (self.path / FACTS).exists()):
+        if self._facts is not None and (FACTS in self.problems or not (self.path / FACTS).exists()):
             self._save()
         if self._targets and not (self.path / TARGETS).is_file():
             self._save_targets()
@@ -194,20 +197,17 @@ class RunDirectory:
 
     @property
     def logs(self) -> Mapping[str, Path]:
-        assert self._facts is not None, "the run has not begun"
-        return self._facts.log_paths
+        return self._begun.log_paths
 
     @property
     def processes(self) -> Mapping[str, ProcessIdentity]:
-        assert self._facts is not None, "the run has not begun"
-        return self._facts.processes
+        return self._begun.processes
 
     def stop_timeout_s(self) -> float:
         """Return how long the engine may take to stop: the timeout of `kvbm stop`, else that of the profile."""
-        assert self._facts is not None, "the run has not begun"
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             return float(parse_json((self.path / STOP).read_text())["timeout_s"])
-        return self._facts.stop_timeout_s
+        return self._begun.stop_timeout_s
 
     def write_profile(self, content: Mapping[str, Any], head: str) -> None:
         import yaml
@@ -219,21 +219,25 @@ class RunDirectory:
 
         It exists while the run is healthy: an engine that starts or has ended is no target that does not answer.
         """
-        assert self._facts is not None, "the run has not begun"
         if not addresses:
             return None
-        labels = {"run": self.name, "profile": self._facts.profile}
+        labels = {"run": self.name, "profile": self._begun.profile}
         self._targets = json.dumps([{"targets": list(addresses), "labels": labels}], indent=2) + "\n"
         self._save_targets()
-        return None if self.targets_problem else self.path / TARGETS
+        return None if TARGETS in self.problems else self.path / TARGETS
 
     def _save_targets(self) -> None:
-        """Set `targets_problem` on failure: the engine serves also if Prometheus does not find it."""
-        try:
+        with self._problem_noted(TARGETS):
             _write(self.path / TARGETS, self._targets)
-            self.targets_problem = None
+
+    @contextlib.contextmanager
+    def _problem_noted(self, name: str) -> Iterator[None]:
+        """Note in `problems` why a file could not be written: a full disk must not end the engine."""
+        try:
+            yield
+            self.problems.pop(name, None)
         except OSError as error:
-            self.targets_problem = f"cannot write `{self.path / TARGETS}`: {reason_of(error)}"
+            self.problems[name] = f"cannot write `{self.path / name}`: {reason_of(error)}"
 
     def write_admin_token(self, token: str) -> None:
         """Write the token. Ignores errors, like `_write`."""
@@ -257,23 +261,18 @@ class RunDirectory:
 
     def _name_launcher(self) -> None:
         """Name the launcher in its lock, so that it can be stopped whatever run.json says."""
-        assert self._facts is not None, "the run has not begun"
         with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(self._lock.fileno(), json.dumps(asdict(self._facts.launcher)).encode(), 0)
+            os.pwrite(self._lock.fileno(), json.dumps(asdict(self._begun.launcher)).encode(), 0)
 
     def _save(self) -> None:
-        """Set `problem` on failure: a full disk must not end the engine. Creates a removed directory again."""
-        assert self._facts is not None, "the run has not begun"
-        try:
+        """Write run.json. Creates a removed directory again."""
+        with self._problem_noted(FACTS):
             if not self.path.is_dir():
                 self.path.mkdir(mode=0o700, parents=True)
                 self._lock.close()
                 self._lock = locked_file(self.path / LOCK)
                 self._name_launcher()
-            _write_without_space(self.path / FACTS, self._facts.to_json())
-            self.problem = None
-        except OSError as error:
-            self.problem = f"cannot write `{self.path / FACTS}`: {reason_of(error)}"
+            _write_without_space(self.path / FACTS, self._begun.to_json())
 
 
 class Runs:

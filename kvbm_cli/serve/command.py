@@ -21,12 +21,15 @@ from kvbm.engines.launch_plan import LaunchPlan
 from kvbm.engines.table import how_to_make_model, kind_of, make_model, versions
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm.host.mounts import may_hang
+from kvbm.sizing import Sizing
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.process import choose_port, open_log
-from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
+from kvbm_cli.profile.machine_check import require_none, warn_of
+from kvbm_cli.profile.machine_problems import problems_here, reservation_problems
 from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve_to_start
+from kvbm_cli.profile.size import order_checks
 from kvbm_cli.runs.memory_claims import claiming
 from kvbm_cli.runs.reservations import taken_ports
 from kvbm_cli.runs.run_directory import EngineRun, RunDirectory, Runs
@@ -63,21 +66,23 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
             return background.wait(paths)
     served = _checked(references, overrides, options)
     has_cache = not options.is_baseline
-    require_none(order_problems(served.resolved, served.sizing, has_cache=has_cache), is_strict=options.is_strict)
+    resolved = served.resolved
+    if has_cache and isinstance(served.sizing, Sizing):
+        require_none(resolved, order_checks(resolved, served.sizing), is_strict=options.is_strict)
     if options.is_dry_run:
-        warn_of(problems_here(served.resolved, served.sizing, has_cache=has_cache))
+        warn_of(resolved, problems_here(resolved, served.sizing, has_cache=has_cache))
         served = served.decided()
         print_dry_run(served, served.plan(served.profile.server.port), as_json=options.as_json)
         return 0
     await_predecessors(served)
-    problems = problems_here(served.resolved, served.sizing, has_cache=has_cache)
-    require_none(problems, is_forced=options.is_forced, may_lack_disk=True)
+    problems = problems_here(resolved, served.sizing, has_cache=has_cache)
+    require_none(resolved, problems, is_forced=options.is_forced, may_lack_disk=True)
     _make_model(served)
     runs = _runs(is_detached=options.is_detached)
     with claiming(), runs.starting() as living:
         served = served.decided()
         problems = reservation_problems(served.resolved, served.sizing, living, has_cache=has_cache)
-        require_none(problems, is_forced=options.is_forced)
+        require_none(served.resolved, problems, is_forced=options.is_forced)
         plan = served.plan(_free_port(served.resolved, living), taken=tuple(taken_ports(living)))
         run = runs.create(served.run_name)
         plan = plan.placed(run.path)

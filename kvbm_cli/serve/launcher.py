@@ -21,7 +21,7 @@ from kvbm.engines.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, KvbmError
 from kvbm_cli.engine.process import EngineProcess
 from kvbm_cli.runs.log_tail import LogTail, prefixes_of
-from kvbm_cli.runs.run_directory import OWN_LOG, RunDirectory
+from kvbm_cli.runs.run_directory import FACTS, OWN_LOG, TARGETS, RunDirectory
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.serve.display import ServeDisplay
 from kvbm_cli.serve.first_token import wait_first_token
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.1
 RESTORE_S = 1.0
+EFFECTS = {  # of a file that cannot be written
+    FACTS: "`kvbm status` may show an old state",
+    TARGETS: "Prometheus does not find it by this file",
+}
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
@@ -168,16 +172,10 @@ class _Record:
             return
         self._next_s = time.monotonic() + RESTORE_S
         self._run.restore()
-        run = self._run
-        self._warn("run", run.problem, "`kvbm status` may show an old state")
-        self._warn("targets", run.targets_problem, "Prometheus does not find it by this file")
-
-    def _warn(self, what: str, problem: str | None, effect: str) -> None:
-        if problem is None:
-            self._warned.discard(what)
-        elif what not in self._warned:
-            self._warned.add(what)
-            self._display.note(warning_text(f"{problem}; the engine continues, but {effect}"))
+        for name in self._run.problems.keys() - self._warned:
+            text = f"{self._run.problems[name]}; the engine continues, but {EFFECTS[name]}"
+            self._display.note(warning_text(text))
+        self._warned = set(self._run.problems)
 
 
 def _forward_signals(display: ServeDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:

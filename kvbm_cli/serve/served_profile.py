@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.engines.launch_plan import LaunchPlan
-from kvbm.engines.table import kind_of
+from kvbm.engines.table import copy_count, kind_of
 from kvbm.errors import UsageError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports, plan
 from kvbm_cli.engine.process import STOP_TIMEOUT_S
@@ -53,7 +53,8 @@ class ServedProfile:
     @property
     def memory_bytes(self) -> int:
         """Returns the host memory for blocks (G2) of all its engines, 0 if unknown."""
-        return 0 if self.is_baseline else memory_bytes(self.profile, self.sizing)
+        known = memory_bytes(self.profile.tiers, self.sizing, copy_count(self.profile))
+        return 0 if self.is_baseline else known or 0
 
     @property
     def engine_bytes(self) -> int:

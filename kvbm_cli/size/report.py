@@ -15,11 +15,11 @@ from kvbm_cli.profile.size import (
     block_line,
     blocks_text,
     chosen_lines,
-    sequence_warnings,
+    order_checks,
+    sequence_checks,
     size_of,
     snapshot_line,
     tier_table,
-    tier_warnings,
 )
 from kvbm_cli.size.request import SizeRequest
 from kvbm_cli.terminal.console import print_data, print_json
@@ -28,6 +28,7 @@ from kvbm_cli.terminal.show_error import show_warning
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Tiers
 
 
 def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
@@ -43,8 +44,8 @@ def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
     if demand is not None:
         sequences, tokens = demand
         needed = _needed(size_of(resolved, replace(wanted, sequence_tokens=tokens), facts=facts), sequences, tokens)
-    of_longest = () if longest is None else sequence_warnings(resolved, longest)
-    warnings = list(dict.fromkeys([*tier_warnings(resolved, sizing), *of_longest, *_demand_warnings(sizing, needed)]))
+    checks = [*order_checks(resolved, sizing), *([] if longest is None else sequence_checks(resolved, longest))]
+    warnings = list(dict.fromkeys([*(one.text for one in checks), *_demand_warnings(sizing, needed)]))
     if as_json:
         times = speeds.times(sizing) if speeds is not None else None
         longest_data = None if longest is None else as_data(longest)["sequence"]
@@ -80,7 +81,7 @@ def _report(
             lines += ["", *_sequence_lines(one)]
     if needed is not None:
         lines += ["", *_needed_lines(needed)]
-    return [*lines, "", *_variable_lines(sizing)]
+    return [*lines, *_variable_lines(resolved.profile.tiers, sizing)]
 
 
 def _eviction_line(resolved: ResolvedProfile, sizing: Sizing) -> str:
@@ -132,11 +133,13 @@ def _needed_lines(needed: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _variable_lines(sizing: Sizing) -> list[str]:
+def _variable_lines(tiers: Tiers, sizing: Sizing) -> list[str]:
+    """Return the variables of kvbm's tiers: not of a buffer, nor of host memory that the engine manages."""
+    is_ours = tiers.host is not None and not tiers.are_below_engine
+    sizes = {"CPU": sizing.host if is_ours else None, "DISK": sizing.disk}
     lines = [
-        "the same numbers of blocks as variables:",
-        f"  DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={sizing.host.block_count}",
+        f"  DYN_KVBM_{name}_CACHE_OVERRIDE_NUM_BLOCKS={tier.block_count}"
+        for name, tier in sizes.items()
+        if tier is not None
     ]
-    if sizing.disk is not None:
-        lines.append(f"  DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS={sizing.disk.block_count}")
-    return lines
+    return ["", "the same numbers of blocks as variables:", *lines] if lines else []

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
+from kvbm.errors import UsageError
 from kvbm.text.outside import json_text, one_line
 from kvbm_cli.terminal.printable import printable
 
@@ -28,6 +29,14 @@ def print_note(text: str) -> None:
 
 def print_question(text: str) -> None:
     print(printable(text), end="", file=sys.stderr, flush=True)
+
+
+def is_confirmed(question: str) -> bool:
+    """Asks on the terminal. UsageError if there is none."""
+    if not sys.stdin.isatty():
+        raise UsageError("cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
+    print_question(f"{question} [y/N] ")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:

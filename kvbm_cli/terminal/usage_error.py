@@ -8,21 +8,8 @@ from collections.abc import Sequence
 
 import typer
 
-from kvbm.types import MAX_SECONDS
 from kvbm_cli.terminal.show_error import show_error
 
-NUMBERS = {  # by option, or else by metavar
-    "SECONDS": f"a number of seconds from 0 to {MAX_SECONDS}, such as `30`",
-    "--prefill-tokens-per-s": "a number of tokens per second above 0, such as `5000`",
-    "--sample": "a whole number of objects of at least 1, such as `100`",
-    "--lines": "a number of lines, such as `20`",
-    "--rate": "a number of requests per second above 0, such as `2`",
-    "--concurrency": "a whole number of sessions from 1 to 100000, such as `8`",
-    "--duration": f"a number of seconds above 0, up to {MAX_SECONDS}, such as `30`",
-    "--pairs": "a whole number from 1 to 100, such as `3`",
-    "--time-scale": "a number from 0.000001 to 1000000, such as `0.5`",
-    "--block-tokens": "a whole number from 1 to 65536, such as `512`",
-}
 INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
 NEAR = 0.7
 
@@ -45,13 +32,15 @@ def show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> i
 
 def _number_error(error: typer.TyperException) -> str | None:
     """Names the value of a number option that the parser refuses; the parser's own text does not."""
-    parameter, wrong = getattr(error, "param", None), error.__cause__
-    if parameter is None or wrong is None:
+    parameter, errors = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if parameter is None or errors is None:
         return None
-    numbers = NUMBERS.get(parameter.opts[0]) or NUMBERS.get(parameter.metavar or "")
-    if numbers is None:
+    from kvbm.config.mistakes import expectation_of  # only here, because it imports pydantic
+
+    detail = errors()[0]
+    if (expected := expectation_of(detail)) is None:
         return None
-    return f"`{parameter.opts[0]}` requires {numbers}, not `{wrong.errors()[0]['input']}`"  # type: ignore[attr-defined]
+    return f"`{parameter.opts[0]}` {expected}, not `{detail['input']}`"
 
 
 def _if_near(message: str, suggested: str) -> str:

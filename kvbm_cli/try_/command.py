@@ -31,17 +31,15 @@ from kvbm_cli.bench.judge.verdict import VerdictLimits
 from kvbm_cli.bench.result.directory import LOCK, PLAN, RUNS, BenchDirectory
 from kvbm_cli.bench.setup import AssumedSpeed, CellOutline, plan_of
 from kvbm_cli.bench.workload.schema import as_definition
-from kvbm_cli.doctor.check import CheckState
 from kvbm_cli.doctor.command import quick_checks
 from kvbm_cli.profile.auto_capacity import with_capacities
 from kvbm_cli.profile.import_command import import_script, import_words, notes_of
 from kvbm_cli.profile.import_profile import Imported
 from kvbm_cli.profile.resolve import resolve_to_start
-from kvbm_cli.profile.size import size_if_known, tier_warnings
+from kvbm_cli.profile.size import order_checks, size_if_known
 from kvbm_cli.runs.locks import is_locked
 from kvbm_cli.system.filesystem import remove_tree, state_directory, write_new
-from kvbm_cli.terminal.confirmation import is_confirmed
-from kvbm_cli.terminal.console import print_data, print_json, print_note
+from kvbm_cli.terminal.console import is_confirmed, print_data, print_json, print_note
 from kvbm_cli.terminal.quantities import counted, duration
 from kvbm_cli.terminal.show_error import show_warning
 from kvbm_cli.try_.forecast import (
@@ -164,8 +162,8 @@ def _prepared(request: TryRequest) -> Path:
     resolved = with_capacities(resolved)
     sizing = sizes(resolved, found)
     notes += _chosen_sizes(resolved)
-    for one in () if sizing is None else tier_warnings(resolved, sizing):
-        show_warning(one)
+    for one in () if sizing is None else order_checks(resolved, sizing):
+        show_warning(one.text)
     speed = speed_of(resolved.profile, found, on_cpu=on_cpu)
     g1_tokens, longest = g1_and_longest(resolved.profile, sizing)
     known, is_given = size_if_known(resolved), request.workload is not None or request.trace is not None
@@ -287,9 +285,9 @@ def _free_gpus(resolved: ResolvedProfile) -> tuple[GpuState, ...]:
 def _require_checks(resolved: ResolvedProfile) -> None:
     """Raise EnvironmentProblem for what doctor refuses, and print its warnings."""
     for check in quick_checks(resolved):
-        if check.state is CheckState.FAILURE:
+        if check.state == "failure":
             raise EnvironmentProblem(f"{check.name}: {check.finding}", hint=check.remedy)
-        if check.state is CheckState.WARNING:
+        if check.state == "warning":
             show_warning(f"{check.name}: {check.finding}")
 
 

@@ -28,10 +28,10 @@ from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell, parse_pressures
 from kvbm_cli.bench.command import BenchRequest, setup_of
 from kvbm_cli.bench.setup import AssumedSpeed, CellOutline, caveats_of
-from kvbm_cli.doctor.check import CheckState, failure, warning
 from kvbm_cli.doctor.command import quick_checks
 from kvbm_cli.profile import auto_capacity
 from kvbm_cli.profile.import_command import import_words, notes_of
+from kvbm_cli.profile.machine_check import failure, warning
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.terminal.crash_report import save_report
 from kvbm_cli.try_ import command, forecast
@@ -230,7 +230,7 @@ def test_the_checks_of_doctor_name_a_missing_engine(tmp_path):
     (tmp_path / "tried.yaml").write_text(f"{start.text}tiers: {{host: {{capacity: 1GiB}}}}\n")
     resolved = resolve(str(tmp_path / "tried.yaml"), overrides=["engine.python=/bin/false"])
     found = {check.name: check for check in quick_checks(resolved)}
-    assert found["version"].state is CheckState.FAILURE
+    assert found["version"].state == "failure"
 
 
 def test_a_state_directory_that_cannot_be_written(tmp_path, kvbm, monkeypatch):

@@ -9,7 +9,8 @@ import pytest
 from terminal import kvbm_here, on_a_terminal
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.machine_problems import Severity, _disk, _disk_space, _filesystem, require_none
+from kvbm_cli.profile.machine_check import Severity, require_none
+from kvbm_cli.profile.machine_problems import _disk, _disk_space
 from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
@@ -34,8 +35,10 @@ bench:
 
 @pytest.mark.parametrize(("directory", "is_fatal"), [("/proc", True), ("/sys/a/b", True), ("/dev/shm", False)])
 def test_a_disk_tier_in_the_kernel_is_refused_and_one_in_memory_is_reported(directory, is_fatal):
-    problems = list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={directory}"])))
-    assert [one.severity for one in problems] == [Severity.FATAL if is_fatal else Severity.RISK]
+    resolved = resolve("demo-disk", overrides=[f"tiers.disk.directory={directory}"])
+    first = next(_disk(resolved.profile.tiers.disk, size_of(resolved)))
+    assert first.severity is (Severity.FAILURE if is_fatal else Severity.WARNING)
+    assert "filesystem" in first.finding
 
 
 @pytest.mark.parametrize("fault", ["EIO", "EROFS", "EACCES"])
@@ -50,16 +53,17 @@ def test_serve_starts_without_a_disk_that_fails_and_bench_does_not(tmp_path, mon
     resolved = resolve("demo-disk", overrides=[f"tiers.disk.directory={tmp_path}/cache"])
     sizing = check(resolved)
     monkeypatch.setattr(os, "access", lambda path, mode: fault != "EACCES")
-    problems = list(_disk(resolved, sizing))
-    require_none(problems, may_lack_disk=True)
+    problems = list(_disk(resolved.profile.tiers.disk, sizing))
+    require_none(resolved, problems, may_lack_disk=True)
     assert "warning: `tiers.disk.directory`: " in capsys.readouterr().err
     with pytest.raises(EnvironmentProblem, match=str(tmp_path)):
-        require_none(problems)
+        require_none(resolved, problems)
 
 
 def test_a_link_to_a_directory_in_memory_is_followed(tmp_path):
     (tmp_path / "link").symlink_to("/dev/shm")
-    assert len(list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={tmp_path}/link/a"])))) == 1
+    resolved = resolve("demo-disk", overrides=[f"tiers.disk.directory={tmp_path}/link/a"])
+    assert "uses host memory" in next(_disk(resolved.profile.tiers.disk, size_of(resolved))).finding
 
 
 SPACE = (1 << 40, 1 << 30)  # of the file system and of it free, in bytes
@@ -86,19 +90,19 @@ def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room_or_
     resolved = resolve("demo-disk", overrides=overrides)
     sizing = size_of(resolved)
     if ends == "cannot fit":
-        problems = list(_disk_space(resolved, sizing))
+        problems = list(_disk_space(resolved.profile.tiers.disk, sizing))
         with pytest.raises(
             EnvironmentProblem, match=f"`tiers.disk.capacity` requires .* but {tmp_path} has only 1.0 GiB free"
         ):
-            require_none(problems)
+            require_none(resolved, problems)
         if is_larger := wanted == "3TiB":
             with pytest.raises(EnvironmentProblem, match="has only"):
-                require_none(problems, may_lack_disk=True)
+                require_none(resolved, problems, may_lack_disk=True)
         else:
-            require_none(problems, may_lack_disk=True)
+            require_none(resolved, problems, may_lack_disk=True)
         assert ("warning: " in capsys.readouterr().err) != is_larger
     else:
-        require_none(list(_disk_space(resolved, sizing)))
+        require_none(resolved, list(_disk_space(resolved.profile.tiers.disk, sizing)))
         assert ("warning: " in capsys.readouterr().err) == (ends == "fits in its place")
 
 

@@ -238,7 +238,7 @@ HOSTILE: dict[str, tuple[tuple[str, ...], int, str]] = {
     "status as JSON of none": (("status", "--json", "nope"), 2, NO_RUN),
     "stop none": (("stop", "--all", "-t", "1e5"), 0, NO_ENGINE),
     "stop an ended one": (("stop", "demo-1"), 0, "demo-1 has already ended"),
-    "lines with an exponent": (("logs", "demo-1", "-n", "1e3"), 2, "`--lines` requires a number of lines"),
+    "lines with an exponent": (("logs", "demo-1", "-n", "1e3"), 2, "`--lines` must be a whole number, not `1e3`"),
     "more lines than bytes": (("logs", "demo-1", "-n", "9" * 30), 0, ""),
     "no lines": (("logs", "demo-1", "-n", "0", "-f"), 0, ""),
     "log that is no file": (("logs", "zero-1"), 1, "the log of `zero-1` was removed: `/dev/zero`"),

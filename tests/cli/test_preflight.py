@@ -23,7 +23,8 @@ from kvbm.engines.table import load
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.machine_problems import _memory, container_bridges, require_none
+from kvbm_cli.profile.machine_check import Severity, require_none
+from kvbm_cli.profile.machine_problems import container_bridges, memory_check
 from kvbm_cli.runs.reservations import pending_bytes, require_port, taken_ports
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
@@ -110,7 +111,8 @@ def run(name: str, launcher: ProcessIdentity | None = None, **changes: object) -
 def require_memory(
     resolved: ResolvedProfile, needed_bytes: int, living: list[EngineRun], *, memory: HostMemory
 ) -> None:
-    require_none(list(_memory(resolved, needed_bytes, living, memory=memory)))
+    found = memory_check(resolved, needed_bytes, 1, living, memory=memory)
+    require_none(resolved, [] if found.severity is Severity.OK else [found])
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def test_the_sum_is_over_what_living_processes_have_recorded(tmp_path, memory, r
                 f"  demo-1 (starting, pid {launchers[0].pid}) uses 300.0 MiB",
                 f"  demo-2 (starting, pid {launchers[1].pid}) uses 400.0 MiB",
             ]
-            assert (caught.value.hint or "").startswith("run `kvbm stop demo-2`, or lower `tiers.host.capacity`")
+            assert (caught.value.hint or "").startswith("run `kvbm stop demo-2`, or set `tiers.host.capacity: ")
             launchers[0].kill()
             launchers[0].wait()
             with runs.starting() as living:
@@ -190,7 +192,7 @@ def test_one_without_reservations_is_refused_at_its_key(memory, resolved):
         require_memory(resolved, 1025 * MIB, [], memory=memory)
     expected = "`tiers.host.capacity` requires 1.0 GiB, but only 1.0 GiB are available (free memory of this machine)"
     assert caught.value.message.splitlines()[0] == expected
-    assert caught.value.hint == "lower `tiers.host.capacity`; `--force` starts it anyway"
+    assert caught.value.hint == "set `tiers.host.capacity: 966MB` or less; `kvbm serve --force` starts it anyway"
 
 
 def test_a_port_is_that_of_an_address():

@@ -335,6 +335,86 @@ def test_a_dockerfile_starts_what_its_entry_point_and_command_say(text):
     assert {name: str(word) for name, word in found.environment.items()} == given
 
 
+STAGES = """\
+FROM any AS Base
+ENV A=1 B=1
+CMD vllm serve org/m --seed 7
+FROM any AS other
+ENV A=no C=no
+FROM base AS middle
+ENV B=2
+FROM middle
+ENV D=${A}3
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", ("org/m", "--seed", "7")),
+        ('ENTRYPOINT ["vllm", "serve", "org/other"]', ("org/other",)),  # Docker forgets the CMD of a stage below
+    ],
+)
+def test_the_last_stage_of_a_dockerfile_has_what_its_own_stages_set(more, words):
+    (found,) = launches_in(STAGES + more, "text")
+    assert found.words == words
+    assert {name: str(word) for name, word in found.environment.items()} == {"A": "1", "B": "2", "D": "13"}
+
+
+@pytest.mark.parametrize(
+    ("head", "written", "listed"),
+    [
+        ("#SBATCH --export=ALL,A=1,MODE", {"A": "1"}, "`MODE` (line 2): its value is not in this file"),
+        ("#SBATCH -n 2 --export A=1,B='x y' # C=3", {"A": "1", "B": "x y"}, None),
+        ("#SBATCH --export=A=$HOME/a", {}, "`A $HOME/a` (line 2): the file does not show the value of `$HOME`"),
+        ("##SBATCH --export=A=1\necho\n#SBATCH --export=B=1", {}, None),
+    ],
+)
+def test_what_slurm_exports_to_a_script_is_of_the_engine(head, written, listed):
+    text = f"#!/bin/bash\n{head}\nsrun vllm serve org/m --seed 7\n"
+    (found,) = launches_in(text, "text")
+    (made,) = profiles_of(text)
+    assert {name: str(word) for name, word in found.environment.items() if not word.unknown} == written
+    assert (listed is None) == ("Not carried over" not in made), made
+    assert listed is None or listed in made, made
+
+
+@pytest.mark.parametrize(
+    ("command", "end", "port", "listed"),
+    [
+        ("ssh host bash -s", "EOF", "port: 9001 ", None),
+        ("ssh -t host", "'EOF'", None, "`--port $PORT` (line 4): the file does not show its value"),
+        ("kubectl exec -i pod -- bash", "EOF", "port: 9001 ", None),
+        ("docker exec -i box sh", "EOF", "port: 9001 ", None),
+    ],
+)
+def test_a_here_document_of_another_machine_has_none_of_the_variables_of_this_one(command, end, port, listed):
+    lines = r"""vllm serve org/m --port $PORT --seed \$SEED --kv-transfer-config "{\"kv_role\": \"kv_both\"}" """
+    lines = lines if end == "EOF" else lines.replace("\\$", "$")
+    text = f"export A=1 PORT=9001 SEED=5\nA=2\n{command} <<{end}\n{lines}\nEOF\n"
+    (found,) = launches_in(text, "text")
+    (made,) = profiles_of(text)
+    assert (found.is_elsewhere, dict(found.environment)) == (True, {})
+    assert "`--seed $SEED` (line 4): the file does not show its value" in made
+    assert port is None or port in made, made
+    assert listed is None or listed in made, made
+    assert found.words[-1] == '{"kv_role": "kv_both"}'
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("/opt/vllm serve org/m --seed 7 \\\n  --served-model-name Bob's", "Bob's"),
+        ('/opt/vllm serve org/m --served-model-name "Bob\'s own" --seed 7', "Bob's own"),
+        ("/bin/sh -c 'exec vllm serve org/m --seed 7 --served-model-name x'", "x"),
+    ],
+)
+def test_an_apostrophe_in_a_word_of_a_unit_is_text(command, name):
+    text = f"[Unit]\nDescription=don't\n[Service]\nExecStart={command}\nExecStop=/bin/sh -c 'kill 1'\n"
+    (found,) = launches_in(text, "text")
+    assert set(found.words) == {"org/m", "--seed", "7", "--served-model-name", name}
+
+
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
@@ -476,7 +556,7 @@ def test_variables_beside_a_list_of_python_are_listed(text):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_engine_of_a_container_or_another_machine_is_known_as_such(name):
     (found,) = launches_in(COMMANDS[name], "text")
-    tools = r"docker |podman |nerdctl |singularity |ssh -t|containers:|services:|image: \{|FROM "
+    tools = r"docker |podman |nerdctl |singularity |ssh |containers:|services:|image: \{|FROM "
     assert found.is_elsewhere == (re.search(tools, COMMANDS[name]) is not None)
 
 

@@ -165,10 +165,10 @@ def test_facts_that_could_not_be_written_are_written_later(runs):
     shutil.rmtree(run.path)
     run.path.touch()
     run.enter(RunState.HEALTHY)
-    assert run.problem == f"cannot write `{run.path / FACTS}`: file exists"
+    assert run.problems == {FACTS: f"cannot write `{run.path / FACTS}`: file exists"}
     run.path.unlink()
     run.restore()
-    assert run.problem is None
+    assert run.problems == {}
     assert runs.one("demo").facts.state is RunState.HEALTHY
 
 

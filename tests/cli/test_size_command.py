@@ -1,6 +1,7 @@
 """Sizes that engines report, and blocks of a CPU; what `kvbm size` prints is in `snapshots/transcripts/size.txt`."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -33,6 +34,27 @@ def test_a_kind_that_is_set_decides_whose_rules_apply(tmp_path):
     outcome = kvbm_here("size", "synthetic:tiny", "--set", "engine.kind=embedded", home=tmp_path)
     assert (outcome.exit_code, outcome.stderr) == (0, "")
     assert "a block is 16 tokens" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("", {"CPU", "DISK"}),
+        ("  host: {managed_by: engine}\n", {"DISK"}),
+        ("  host: null\n", {"DISK"}),
+        ("  disk: null\n", {"CPU"}),
+    ],
+)
+def test_only_the_tiers_of_kvbm_are_named_as_variables(settings, named, tmp_path):
+    write_model(tmp_path / "model")
+    (tmp_path / "base.yaml").write_text(
+        "engine: {kind: vllm, model: ./model, arguments: {num_gpu_blocks_override: 40}}\n"
+        "tiers: {host: {capacity: 2GiB}, disk: {capacity: 8GiB}}\n"
+    )
+    (tmp_path / "mine.yaml").write_text(f"extends: ./base.yaml\ntiers:\n{settings or '  host: {}'}\n")
+    outcome = kvbm_here("size", "-p", "mine.yaml", home=tmp_path)
+    assert outcome.exit_code == 0, outcome
+    assert set(re.findall(r"DYN_KVBM_(\w+)_CACHE_OVERRIDE_NUM_BLOCKS=", outcome.stdout)) == named
 
 
 SERVED_PROFILE = f"""\

@@ -79,7 +79,7 @@ MISTAKES = {
     "key that is a list": ("? [a]\n: 1\n", "a key must be text", "1:3"),
     "two documents": ("a: 1\n---\nb: 1\n", "not valid YAML: a second document starts here", "2:1"),
     "open bracket": ("a: [1\n", "not valid YAML: a bracket is not closed", "1:6"),
-    "tab": ("a:\n\tb: 1\n", "not valid YAML: a tab in the indentation; YAML requires spaces", "2:1"),
+    "tab": ("a:\n\tb: 1\n", "not valid YAML: a tab in place of spaces", "2:1"),
     "control character": ("a: 1\nb: \x07", "not valid YAML: the character U+0007 is not allowed", "2:4"),
     "NUL": ('a: "\\0"\n', "a value must not contain a NUL character", "1:4"),
 }

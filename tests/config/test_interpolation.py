@@ -16,7 +16,7 @@ WHERE_IT_IS_READ = (
     "`tiers.shared.url`, `tiers.shared.key_file`, `metrics.record_directory`, `bench.workload`; "
     "write `$${` for the text `${`"
 )
-NESTED = "variables cannot be nested: use one variable with the whole value"
+BROKEN = "a default has no `$`, `{` or `}`, so variables cannot be nested; write `$${` for the text `${`"
 
 
 def load_model(directory: Path, model: str, rest: str = "") -> ResolvedProfile:
@@ -103,56 +103,56 @@ MISTAKES = {
         "",
         "`engine.model`: `${NAME:?no}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:?no}'}\n    |                  ^^^^^^^^^^^",
-        "write `$${` for the text `${`",
+        BROKEN,
     ),
     "bracket that is open": (
         "'${NAME'",
         "",
         "`engine.model`: `${NAME` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME'}\n    |                  ^^^^^^",
-        "write `$${` for the text `${`",
+        BROKEN,
     ),
     "default that is a variable": (
         "'${ABSENT:-${NAME}}/b'",
         "",
         "`engine.model`: `${ABSENT:-${NAME}}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${ABSENT:-${NAME}}/b'}\n    |                  ^^^^^^^^^^^^^^^^^^",
-        NESTED,
+        BROKEN,
     ),
     "default that is a variable, of a variable that is set": (
         "'${NAME:-${ABSENT}}'",
         "",
         "`engine.model`: `${NAME:-${ABSENT}}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-${ABSENT}}'}\n    |                  ^^^^^^^^^^^^^^^^^^",
-        NESTED,
+        BROKEN,
     ),
     "name that is a variable": (
         "'${${NAME}}'",
         "",
         "`engine.model`: `${${NAME}}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${${NAME}}'}\n    |                  ^^^^^^^^^^",
-        NESTED,
+        BROKEN,
     ),
     "nested and open": (
         "'${NAME:-${NAME}'",
         "",
         "`engine.model`: `${NAME:-${NAME}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-${NAME}'}\n    |                  ^^^^^^^^^^^^^^^",
-        NESTED,
+        BROKEN,
     ),
     "default with a bracket": (
         "'${NAME:-{a}}'",
         "",
         "`engine.model`: `${NAME:-{a}}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-{a}}'}\n    |                  ^^^^^^^^^^^^",
-        "the default must not contain `$`, `{` or `}`",
+        BROKEN,
     ),
     "default with a dollar sign": (
         "'${NAME:-$$}'",
         "",
         "`engine.model`: `${NAME:-$$}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-$$}'}\n    |                  ^^^^^^^^^^^",
-        "the default must not contain `$`, `{` or `}`",
+        BROKEN,
     ),
     "nested in a key that reads none": (
         "m",

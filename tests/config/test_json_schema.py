@@ -11,7 +11,7 @@ from kvbm.config.layers import shipped, shipped_halves
 from kvbm.engines.table import load
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.json_schema import json_schema
+from kvbm_cli.profile.schema import json_schema
 
 jsonschema = pytest.importorskip("jsonschema")
 VALIDATOR = jsonschema.Draft7Validator(json_schema())

@@ -295,7 +295,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     ),
     "interval beyond a day": (
         {C: "1", "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": "99999999"},
-        "`metrics.log_interval_s` must be at most 86400.0, not `99999999`",
+        "`metrics.log_interval_s` must be at most 86400, not `99999999`",
         None,
     ),
     "allocator": (

@@ -27,7 +27,7 @@ from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.engine import checks as engine_checks
 from kvbm_cli.doctor.environment import with_variables
-from kvbm_cli.doctor.memory import checks, order_checks
+from kvbm_cli.doctor.memory import checks, tier_checks
 from kvbm_cli.doctor.probes.disk import RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.probes.engine import PROBES as ENGINE_PROBES
@@ -239,9 +239,11 @@ def test_memory_is_checked_together_with_engines_that_start(tmp_path, profile, c
             begun[-1].begin(facts(begun[-1].name, identity, memory_bytes=mib << 20))
         outcome = run(capsys, str(profile), machine=machine(tmp_path / "a", **tiers))
         text = " ".join(outcome.stdout.split())
-        assert "1.0 GiB available (free memory of this machine), of which starting engines will take 990.0 MiB" in text
-        assert "G2 requires 64.0 MiB" in text
-        assert "remedy: set `tiers.host.capacity: 32MB` or less, or run `kvbm stop other-2`" in text
+        assert "`tiers.host.capacity` requires 64.0 MiB, and starting engines another 990.0 MiB, in all 1.0 GiB" in text
+        assert "but only 1.0 GiB are available (free memory of this machine)" in text
+        assert (
+            "remedy: run `kvbm stop other-2`, or set `tiers.host.capacity: 32MB` or less; `kvbm serve --force`" in text
+        )
         launcher.kill()
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "b", **tiers))
     assert outcome.exit_code == 0
@@ -257,8 +259,8 @@ def test_the_capacity_that_fits_is_that_of_each_engine(tmp_path):
     tiers = resolved.profile.tiers
     context = DoctorContext(little, None, resolved, tiers, None, is_quick=True, on_phase=lambda text: None)
     found = next(checks(context))
-    assert "G2 requires 128.0 MiB" in found.finding
-    assert found.remedy == "set `tiers.host.capacity: 46MB` or less"
+    assert "`tiers.host.capacity` requires 128.0 MiB" in found.finding
+    assert found.remedy == "set `tiers.host.capacity: 46MB` or less; `kvbm serve --force` starts it anyway"
 
 
 @pytest.mark.parametrize(
@@ -275,25 +277,23 @@ def test_what_variables_amount_to(variables, line, tmp_path, capsys):
     assert f"\n  {line}" in outcome.stdout
 
 
-SMALLER = {
-    "G2_in_tokens": (
-        "tiers.host.capacity=4MiB",
-        "warning order G2 holds",
-    ),
-    "G3_in_tokens": (
-        "tiers.disk.capacity=16MiB",
-        "warning order G3 holds",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SMALLER)
-def test_tier_that_is_smaller_than_the_one_above(name, tmp_path, profile, capsys):
-    override, finding = SMALLER[name]
+@pytest.mark.parametrize(
+    ("override", "finding"),
+    [
+        ("tiers.host.capacity=4MiB", "G2 holds"),
+        ("tiers.host.blocks=10", "G2 holds"),
+        ("tiers.disk.capacity=16MiB", "G3 holds"),
+    ],
+)
+def test_tier_that_is_smaller_than_the_one_above_gets_a_value_that_is_not(override, finding, tmp_path, profile, capsys):
     options = {"directory": None, "as_json": False, "is_quick": True, "write": None}
     assert doctor([str(profile)], [override], machine=machine(tmp_path / "machine"), **options) == 0
-    shown = capsys.readouterr().out
-    assert finding in " ".join(shown.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"warning order {finding}" in shown
+    key, value = re.search(r"remedy: set `([\w.]+): (\w+)` or more", shown).groups()
+    assert key == override.partition("=")[0]
+    assert doctor([str(profile)], [f"{key}={value}"], machine=machine(tmp_path / "again"), **options) == 0
+    assert " ok order " in " ".join(capsys.readouterr().out.split())
 
 
 def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path, capsys):
@@ -431,8 +431,8 @@ def test_a_profile_of_sglang_on_a_cpu_imports_its_stand_ins_first_and_needs_no_h
     assert SglangKind().imported(shipped) == ["kvbm.sglang_integration.storage"]
     sizing = size_of(found)
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
-    (host,) = [one for one in order_checks(context) if one.name == "G2"]
-    assert (host.state.value, "SGLang" in host.finding) == ("ok", True)
+    (host,) = [one for one in tier_checks(context) if one.name == "G2"]
+    assert (host.state, "SGLang" in host.finding) == ("ok", True)
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_host_memory_below_g1_adds_little_unless_it_takes_what_g1_evicts(tmp_pat
     found = load("vllm", directories=[profiles_directory()], overrides=[*sizes, change])
     sizing = size_of(found)
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
-    found = {one.finding for one in order_checks(context) if one.state.value == "warning"}
+    found = {one.finding for one in tier_checks(context) if one.state == "warning"}
     assert any("of G1, so it adds little" in one for one in found) == adds_little
 
 
@@ -478,7 +478,7 @@ def test_arguments_that_serve_would_refuse_fail(profile, override, finding, tmp_
 
     assert found() == []
     (check,) = found(override)
-    assert check.state.value == "failure"
+    assert check.state == "failure"
     assert finding in check.finding
 
 
@@ -511,7 +511,7 @@ def test_what_sglang_requires_to_build_its_extension_is_named(programs, fails, m
     here = machine(tmp_path / "machine", answers={"compiler": answer})
     context = DoctorContext(here, None, resolved, resolved.profile.tiers, size_of(resolved), True, lambda text: None)
     (check,) = [one for one in engine_checks(context) if one.name == "compiler"]
-    assert check.state.value == ("failure" if missing else "ok")
+    assert check.state == ("failure" if missing else "ok")
     if missing:
         assert ", ".join(missing) in check.finding
         assert "ninja-build" in check.remedy

@@ -25,8 +25,8 @@ from waiting import eventually
 from kvbm.engines.table import load
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.doctor.check import OTHER_DIRECTORY
+from kvbm_cli.doctor.command import doctor, write_profile
 from kvbm_cli.doctor.disk import _remedy_for
-from kvbm_cli.doctor.write_profile import write_profile
 from kvbm_cli.package_data import profiles_directory
 
 QUICK_S = 20
@@ -230,9 +230,9 @@ def test_variable_that_the_profile_refers_to_stays_one(tmp_path: Path) -> None:
 
 
 def test_profile_without_a_disk_tier(tmp_path: Path) -> None:
-    resolved = load("demo", directories=[profiles_directory()])
+    options = {"directory": None, "as_json": False, "is_quick": True, "write": tmp_path / "new.yaml"}
     with pytest.raises(UsageError, match=r"has no `tiers\.disk`"):
-        write_profile(resolved, NEEDED, tmp_path / "new.yaml")
+        doctor(["demo"], [], **options)
 
 
 def test_directory_that_is_not_there(tmp_path: Path) -> None:

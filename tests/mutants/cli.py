@@ -105,8 +105,8 @@ MUTANTS = (
         name="doctor-passes-with-failures",
         bug="A failed check does not show in the exit code.",
         file="kvbm_cli/doctor/command.py",
-        old="exit_code = int(any(check.state is CheckState.FAILURE for check in checks))",
-        new="exit_code = int(all(check.state is CheckState.FAILURE for check in checks))",
+        old='exit_code = int(any(check.state == "failure" for check in checks))',
+        new='exit_code = int(all(check.state == "failure" for check in checks))',
         fails="tests/doctor/test_doctor.py -k report",
     ),
     Mutant(

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="sizing-strict-only-warns",
         bug="`serve --strict` starts an engine whose host tier is smaller than G1",
-        file="kvbm_cli/profile/machine_problems.py",
+        file="kvbm_cli/profile/machine_check.py",
         old="    if not is_strict:\n",
         new="    if True:\n",
         fails="tests/cli/test_transcripts.py -k 'size and small and not program'",

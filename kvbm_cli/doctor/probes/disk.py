@@ -17,10 +17,9 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kvbm.host.mounts import Mount, mount_of
 from kvbm.tiers.disk.files import PAGE_BYTES, UNSUPPORTED, fallocate
@@ -70,19 +69,6 @@ class DiskReport:
     transfers: ProbeOutcome | None = None
     speed: Speed | None = None
     reason: str | None = None
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> DiskReport:
-        """Restores a report from the output of `asdict`."""
-        kinds: dict[str, Callable[..., Any]] = {
-            "mount": Mount,
-            "settings": RecommendedSettings,
-            "speed": Speed,
-            "by_open": DirectIO,
-            "by_fcntl": DirectIO,
-            **dict.fromkeys(("write", "fallocate", "transfers"), ProbeOutcome),
-        }
-        return cls(**{key: kinds[key](**value) if key in kinds and value else value for key, value in data.items()})
 
 
 def probe(

@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -74,16 +73,12 @@ class ProbeFile:
 
     @classmethod
     def _create_named(cls, path: Path) -> ProbeFile:
-        """Open the file in both ways, then unlinks it. Blocks the signals that would end the process in between."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        """Open the file in both ways, then unlink it. The doctor removes the directory of a probe that is killed."""
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                direct = _open_direct(str(path))
-            finally:
-                os.unlink(path)
+            direct = _open_direct(str(path))
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.unlink(path)
         return cls(fd, *direct, is_unnamed=False)
 
     def __enter__(self) -> ProbeFile:

@@ -7,9 +7,9 @@ import mmap
 import os
 import random
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,30 +122,19 @@ class SpeedTrial:
         """Transfers blocks in `order` until none is left or the time is over. Returns their number. Raises OSError."""
         deadline = time.monotonic() + self._seconds
         at_once = max(1, self._io.piece_bytes // self._block_bytes)
-        counts: list[int] = []
-        errors: list[OSError] = []
 
-        def run() -> None:
+        def run(thread: int) -> int:
             count = 0
             buffers = self._buffers(at_once)
-            try:
-                while blocks := list(itertools.islice(order, at_once)):
-                    move([self._run(block, buffer) for block, buffer in zip(blocks, buffers, strict=False)])
-                    count += len(blocks)
-                    if time.monotonic() > deadline:
-                        break
-            except OSError as error:
-                errors.append(error)
-            counts.append(count)
+            while blocks := list(itertools.islice(order, at_once)):
+                move([self._run(block, buffer) for block, buffer in zip(blocks, buffers, strict=False)])
+                count += len(blocks)
+                if time.monotonic() > deadline:
+                    break
+            return count
 
-        threads = [threading.Thread(target=run) for _ in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return sum(counts)
+        with ThreadPoolExecutor(THREADS) as threads:
+            return sum(threads.map(run, range(THREADS)))
 
 
 def _shuffled(count: int) -> list[int]:

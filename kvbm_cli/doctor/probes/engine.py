@@ -6,11 +6,8 @@
 
 `cuda`: versions of torch, its CUDA and the driver, and the number of usable devices.
 
-`nixl`: which NIXL plugins can create a backend: `{"version": ..., "plugins": {name: null or the error}}`. The other
-arguments name the plugins; without them it tries all that NIXL lists. Most of them need special hardware or libraries.
-Each plugin is tried in a process of its own with a timeout: creating a backend can hang forever (GDS without
-/proc/modules), and a process that loaded UCX may crash at exit. It starts new processes instead of forking, because a
-fork of a process with threads may hang too.
+`nixl`: whether the disk tier could use NIXL's plugins: `{"version": ..., "plugins": {name: null or the reason}}`. The
+other argument is the beginning of a name; without it, all are tried, as the disk tier does when it starts.
 
 `round_trip`: moves a pattern through the tiers and compares it. The other argument is the JSON of a `RoundTripRequest`:
 `{"legs": [...], "io": ...}`. Each leg has a name, its seconds, and an error with a hint or null. It stops at the first
@@ -38,11 +35,8 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = Path("/proc/driver/nvidia/version")
-TRY = "--try"
-TRY_TIMEOUT_S = 15.0
-DISTRIBUTIONS = {"nixl": "nixl", "nixl-cu13": "nixl_cu13", "nixl-cu12": "nixl_cu12"}
-NEEDS_GPU = ("GDS", "GPUNETIO")
-VARIANTS = {"POSIX": {"POSIX (io_uring)": {"use_uring": "true"}, "POSIX (aio)": {"use_aio": "true"}}}
+DISTRIBUTIONS = ("nixl", "nixl-cu13", "nixl-cu12")
+QUEUES = {"POSIX (io_uring)": "uring", "POSIX (aio)": "aio", "GDS": "gds"}
 DISK_TIMEOUT_S = 30.0
 TICKET = 1
 
@@ -105,21 +99,17 @@ def _driver() -> str | None:
 
 
 def nixl(names: Sequence[str]) -> dict[str, object]:
-    if names[:1] == [TRY]:
-        _exit(*_try(names[1]))
+    from kvbm.tiers.disk.io.nixl import GDS
+    from kvbm.tiers.disk.io.select import try_nixl, why_no_gds
+
     held = next((found for name in DISTRIBUTIONS if (found := _version(name)) is not None), None)
-    plugins: dict[str, str | None] = {}
-    if held is not None:
-        for name in names or _in_a_process([TRY, ""]):
-            plugins |= _tried(name)
-    return {"version": held, "plugins": plugins}
+    tried = {} if held is None else {name: QUEUES[name] for name in QUEUES if name.startswith(tuple(names) or "")}
 
+    def reason(queue: str) -> str | None:
+        return (why_no_gds() if queue == GDS else None) or try_nixl(Path(tempfile.gettempdir()), queue)
 
-def _exit(*lines: Any) -> None:
-    """Print the lines and exits without running the libraries' cleanup, in which UCX can crash."""
-    for line in lines:
-        print(json.dumps(line), flush=True)
-    os._exit(0)
+    with ThreadPoolExecutor(len(QUEUES)) as threads:
+        return {"version": held, "plugins": dict(zip(tried, threads.map(reason, tried.values()), strict=True))}
 
 
 def _version(distribution: str) -> str | None:
@@ -127,51 +117,6 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def _tried(name: str) -> dict[str, str | None]:
-    if name.startswith(NEEDS_GPU) and not os.path.exists("/dev/nvidiactl"):
-        return {name: "no NVIDIA GPU"}
-    variants = list(VARIANTS.get(name, {name: {}}))
-    with ThreadPoolExecutor(len(variants)) as threads:
-        answers = list(threads.map(lambda shown: _in_a_process([TRY, shown]), variants))
-    hung = f"crashed, or did not respond within {TRY_TIMEOUT_S:.0f} s"
-    return {shown: lines[0] if lines else hung for shown, lines in zip(variants, answers, strict=True)}
-
-
-def _in_a_process(arguments: list[str]) -> list[Any]:
-    """Run this program with other arguments and return the objects that it prints; none if it crashes or hangs."""
-    from kvbm.child.run import run
-
-    command = [sys.executable, "-P", __file__, "nixl", *arguments]
-    try:
-        done = run(command, timeout_s=TRY_TIMEOUT_S, dies_with_parent=True)
-    except TimeoutError:
-        return []
-    return [json.loads(line) for line in done.out.splitlines() if line[:1] in ('"', "n")]
-
-
-def _try(shown: str) -> list[Any]:
-    """Create a backend and return [error or None]. With an empty name, returns the names of all plugins."""
-    name = shown.partition(" ")[0]
-    try:
-        api = _api()
-        agent = api.nixl_agent("doctor", api.nixl_agent_config(backends=[]))
-        if not name:
-            return sorted(agent.get_plugin_list())
-        agent.create_backend(name, VARIANTS.get(name, {}).get(shown, {}))
-    except Exception as error:
-        return [] if not name else [_first_line(error)]
-    return [None]
-
-
-def _api() -> Any:
-    for package in DISTRIBUTIONS.values():
-        try:
-            return importlib.import_module(f"{package}._api")
-        except ImportError:
-            continue
-    raise ImportError("NIXL is installed but cannot be imported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,4 +259,5 @@ def round_trip(arguments: Sequence[str]) -> dict[str, object]:
 PROBES = {"compiler": compiler, "connector": connector, "cuda": cuda, "nixl": nixl, "round_trip": round_trip}
 
 if __name__ == "__main__":
-    _exit(PROBES[sys.argv[1]](sys.argv[2:]))
+    print(json.dumps(PROBES[sys.argv[1]](sys.argv[2:])), flush=True)
+    os._exit(0)  # without the cleanup of the engine's libraries, which may crash

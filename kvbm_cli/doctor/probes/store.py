@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -104,7 +105,8 @@ class _StoreProbe:
             if writes:
                 self._write_and_read(seconds)
             else:
-                self._found = replace(self._found, small_get_s=self._time_absent())
+                with self._step("get"):
+                    self._found = replace(self._found, small_get_s=_median_s(self._ask_absent))
         except StepFailed as failed:
             step, reason = failed.args
             self._found = replace(self._found, failed=step, reason=reason)
@@ -122,18 +124,19 @@ class _StoreProbe:
             if self._store.read(key) != content:
                 raise OSError("an object has other bytes than were written")
             self._on_phase("small reads")
-            small_s = [self._time_get(key) for _ in range(SMALL_GETS)]
+            small_get_s = _median_s(lambda: self._store.read(key))
         with self._step("conditional put"):
             self._found = replace(self._found, creates_once=not self._store.write(key, content, creates=True))
-        self._found = replace(self._found, small_get_s=statistics.median(small_s))
+        self._found = replace(self._found, small_get_s=small_get_s)
         with self._step("put"):
             self._on_phase("writes")
             put_rate = self._rate(self._put_large, seconds)
         large = [one for one in self._written if one != key]
         with self._step("get"):
             self._on_phase("reads")
-            object_s = statistics.median(self._time_get(one) for one in large[:SMALL_GETS])
-            get_rate = self._rate(lambda number: self._time_get(large[number % len(large)]), seconds)
+            waiting = itertools.cycle(large)
+            object_s = _median_s(lambda: self._store.read(next(waiting)))
+            get_rate = self._rate(lambda number: self._store.read(large[number % len(large)]), seconds)
         self._found = replace(self._found, put_rate=put_rate, get_rate=get_rate, object_get_s=object_s)
         with self._step("delete"):
             self._delete()
@@ -157,21 +160,10 @@ class _StoreProbe:
             return written_s - ended_s
         return min(0.0, written_s - (began_s - 1.0))
 
-    def _time_get(self, key: str) -> float:
-        began_s = time.monotonic()
-        self._store.read(key)
-        return time.monotonic() - began_s
-
-    def _time_absent(self) -> float:
-        """Return the median duration of looking for an object that is not there."""
-        taken = []
-        with self._step("get"):
-            for _ in range(SMALL_GETS):
-                began_s = time.monotonic()
-                with contextlib.suppress(FileNotFoundError):
-                    self._store.about(f"{self._place}/absent")
-                taken.append(time.monotonic() - began_s)
-        return statistics.median(taken)
+    def _ask_absent(self) -> None:
+        """Look for an object that is not there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._store.about(f"{self._place}/absent")
 
     def _put_large(self, number: int) -> None:
         self._put(f"{self._place}/{number % MAX_OBJECTS}", self._large)
@@ -218,6 +210,16 @@ class _StoreProbe:
                     self._store.delete(old, _pass_over)
 
 
+def _median_s(action: Callable[[], object]) -> float:
+    """Return the median of the seconds of SMALL_GETS actions."""
+    taken = []
+    for _ in range(SMALL_GETS):
+        began_s = time.monotonic()
+        action()
+        taken.append(time.monotonic() - began_s)
+    return statistics.median(taken)
+
+
 def _pass_over(left_out: LeftOut) -> None:
     """Links and other files in the place of the doctor are not its own."""
 
@@ -258,8 +260,7 @@ class _MooncakeProbe:
 
     def run(self, seconds: float, *, writes: bool) -> None:
         self._on_phase("small reads")
-        asked_s = [self._seconds(self._ask) for _ in range(SMALL_GETS)]
-        self.report = replace(self.report, small_get_s=statistics.median(asked_s))
+        self.report = replace(self.report, small_get_s=_median_s(self._ask))
         if not writes:
             return
         content = secrets.token_bytes(SMALL_BYTES)
@@ -271,7 +272,7 @@ class _MooncakeProbe:
         self._on_phase("writes")
         put_rate = self._rate(lambda: self._put(self.keys, [slot.data for slot in self._slots]), seconds)
         self._on_phase("reads")
-        object_s = statistics.median(self._seconds(lambda: self._get(self.keys[:1])) for _ in range(SMALL_GETS))
+        object_s = _median_s(lambda: self._get(self.keys[:1]))
         get_rate = self._rate(lambda: self._get(self.keys), seconds)
         self.report = replace(self.report, put_rate=put_rate, get_rate=get_rate, object_get_s=object_s)
 
@@ -293,11 +294,6 @@ class _MooncakeProbe:
         for answer in answers:
             if answer.outcome is not Outcome.GOOD:
                 raise StepFailed(step, answer.error or "the object is not there")
-
-    def _seconds(self, move: Callable[[], object]) -> float:
-        began_s = time.monotonic()
-        move()
-        return time.monotonic() - began_s
 
     def _rate(self, move: Callable[[], object], seconds: float) -> float:
         """Return the bytes per second of moving all objects again and again until the time is over."""
