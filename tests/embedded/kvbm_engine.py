@@ -109,7 +109,7 @@ class KvbmEngine:
 
     @property
     def pool(self):
-        return self.connector[0]._pool
+        return self.engine.blocks
 
     def between_steps(self, run) -> bool:
         """Run a function in the engine thread."""

@@ -233,18 +233,6 @@ def test_our_events_equal_those_of_vllm_except_the_place(facts, begin, blocks):
 PLACE = ("medium", "locality", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 
 
-@pytest.mark.parametrize("count", [2, 7, 8, 30])
-def test_few_and_many_blocks_are_described_alike(count, monkeypatch):
-    form, tokens = Descriptions(PLAIN, 32), prompt("a", count + 1)
-    hashes, request = chain_of(tokens), request_of(tokens)
-    for begin, parent in ((0, None), (1, hashes[0])):
-        some = hashes[begin : begin + count]
-        monkeypatch.setattr(descriptions, "WORTHWHILE_ROWS", 1)
-        many = form.of(request, begin, some, parent)
-        monkeypatch.setattr(descriptions, "WORTHWHILE_ROWS", 1000)
-        assert form.of(request, begin, some, parent) == many
-
-
 def test_names_can_be_bytes(monkeypatch):
     monkeypatch.setattr(descriptions, "maybe_convert_block_hash", lambda one: one)
     announcer, tokens = make(), prompt("a", 10)
