@@ -150,9 +150,9 @@ class Offloading:
             time.sleep(0.001)
 
     def cannot_open(self) -> bool:
-        """Whether files are there that the disk process refuses, or the shared tier is not used by this engine."""
+        """Whether files are there that the disk process refuses, or this engine uses no tier."""
         services = [getattr(tier, "disk", None) or tier.client for tier in self.tier._leader.lower_tiers]
-        return any(service._last_error or getattr(service, "is_unnamed", False) for service in services)
+        return not services or any(service._last_error for service in services)
 
     def settle_jobs(self, timeout_s: float = 60.0) -> None:
         """Step until vLLM waits for no job of the tier."""
