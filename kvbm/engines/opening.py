@@ -217,8 +217,8 @@ def _begin_shared(
     def open_tier(context: TierContext) -> LowerTier:
         name, count, size = shared.process.opened
         if count:
-            text = "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB"
-            log.info(text, section.url, name, count, size / 2**20)
+            url, size_mib = section.url, size / 2**20
+            log.info("kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB", url, name, count, size_mib)
         return SharedTier(shared, context)
 
     return shared, open_tier
