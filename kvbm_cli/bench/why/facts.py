@@ -63,7 +63,7 @@ class ArmFacts:
 
 @dataclass(frozen=True, slots=True)
 class CellFacts:
-    """`limits` are those of the verdict. `profile` is the measured arm's; empty if it has none."""
+    """`limits` belong to the verdict. `profile` is the measured arm's; empty if it has none."""
 
     compared: Compared
     limits: VerdictLimits
