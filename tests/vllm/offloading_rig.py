@@ -96,7 +96,8 @@ class Offloading:
         name = f"rig-{time.time_ns()}-{next(NAMES)}"
         region = SharedOffloadRegion(name, rows, None, ROW_BYTES, ROW_BYTES)
         self.primary = CPUPrimaryTierOffloadingManager(rows, region)
-        loads._CONFIGS[:] = [vllm_config(enable_lora=enable_lora)]  # what vLLM's executor leaves there
+        config = vllm_config(enable_lora=True) if enable_lora else vllm_config()
+        loads._CONFIGS[:] = [config]  # what vLLM's executor leaves there
         tiers = {"disk": {"blocks": disk_blocks, "directory": str(directory)}} if disk_blocks else {}
         if shared:
             tiers["shared"] = {"url": shared}

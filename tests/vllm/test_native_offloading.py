@@ -12,7 +12,6 @@ from threading import Thread
 
 import pytest
 from kept_results import KeptResults, row_of
-from media_serving import Ask, served
 from pairs import MAX_MODEL_LEN
 from test_identity_in_vllm import call, differs, kill, models  # noqa: F401  (a fixture)
 from traffic import asker, assert_equal, conversations, hold, repeat, tokens, total
@@ -40,11 +39,8 @@ def offloading(directory, *, rows=16, **options):
     }
 
 
-MODULES = os.pathsep.join(map(str, (HERE, HERE.parents[1], PEERS)))
-
-
 def start(directory, model=None, *arguments, rows=16, blocks=40, **keys):
-    environment = {"PYTHONPATH": MODULES}
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1], PEERS)))}
     return VllmServer(
         model or materialise("vllm-25m"),
         *("--shutdown-timeout", "30", *arguments),
@@ -129,22 +125,3 @@ def test_other_weights_never_answer(models, tmp_path):  # noqa: F811
         last = server.ask(prompt)
         assert last.cached == 0, "nothing outlives an engine whose weights have changed"
         assert_equal({"prompt": last}, {"prompt": new})
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-def test_another_image_of_the_same_name_is_never_answered(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", MODULES)
-    first, second = (Ask(1, (content,), ("same name",)) for content in ("rgb 1", "rgb 2"))
-    tiers = {"host": {"capacity": "64MiB", "managed_by": "engine"}}
-    tiers["disk"] = {"blocks": 300, "directory": str(tmp_path / "disk")}
-    extra = {"spec_name": "NativeOnCpu", "spec_module_path": "native_on_cpu"}
-    ours = {"tiers": {"tiers": tiers}, "kv_transfer_config": {"kv_connector_extra_config": extra}}
-    with served(tmp_path / "plain", None) as server:
-        truth = {ask: server.ask_media(ask.without_names()) for ask in (first, second)}
-    with served(tmp_path / "before", **ours) as server:
-        assert_equal({first: server.ask_media(first)}, {first: truth[first]})
-    with served(tmp_path / "after", **ours) as server:
-        answer = server.ask_media(second)
-        assert_equal({second: answer}, {second: truth[second]})
-        assert answer.cached > 0, "the text in front of the image"
