@@ -4,7 +4,8 @@
 
 Run it with an interpreter that has vLLM 0.32 for CPUs, this repository and the packages of its tests, as root (it fills
 a file system in memory). It takes 20 minutes on two idle cores, 8 GB of memory and 3 GB below /var/tmp. After each
-phase it writes NAME.json and NAME.md; with `--phases`, the rows of other cases stay there.
+phase it writes NAME.json and NAME.md; with `--phases`, the rows of other cases stay there. After `weights`, the files
+of the model are others, so that the order counts.
 
 Both engines run at the same time and get the same prompts of 4 blocks (of 512 KiB) and 20 tokens. Every answer is
 compared with that of an engine without any cache, by token and by log-probability. A hit is an answer of which some
@@ -17,8 +18,8 @@ equal. `native_on_cpu.py` replaces vLLM's copier.
     truncated  restart; one file of each prompt is cut in half, and of kvbm its only file with blocks
     killed     kvbm's disk process is stopped while four requests load, five times. Then the whole engine is killed
                under load and started again. Then the rest of the prompts is stored, for the phases below
-    weights    restart with other weights under the same path
     full       a file system in memory is filled while the engines run
+    weights    restart with other weights under the same path
     rope       restart with another `rope_theta` under the same path
     second     another model in the same directory
 
@@ -394,8 +395,8 @@ PHASES = {
     "damaged": restart({RESTART: INTACT, BYTE: BYTES, EXCHANGE: EXCHANGED, BIT: BITS}, damage),
     "truncated": restart({TRUNCATED: CUT}, cut),
     "killed": killed,
-    "weights": restart({WEIGHTS: INTACT}, of="killed", model="other"),
     "full": full,
+    "weights": restart({WEIGHTS: INTACT}, of="killed", model="other"),
     "rope": restart({ROPE: INTACT}, of="killed", model="rope"),
     "second": restart({SECOND: INTACT}, of="killed", model="other", path="other"),
 }
