@@ -3,8 +3,9 @@
     python bench/peers/tiers_below.py --output bench/results/NAME-tiers-below-vllm-cases
 
 Run it with an interpreter that has vLLM 0.32 for CPUs, this repository and the packages of its tests, as root (it fills
-a file system in memory). It takes 20 minutes on two idle cores, 8 GB of memory and 3 GB below /var/tmp, and writes
-NAME.json and NAME.md. `--phases` selects some.
+a file system in memory). It takes 20 minutes on two idle cores, 8 GB of memory and 3 GB below /var/tmp. After each
+phase it writes NAME.json and NAME.md; with `--phases`, the rows of other cases stay there. After `weights`, the files
+of the model are others, so that the order counts.
 
 Both engines run at the same time and get the same prompts of 4 blocks (of 512 KiB) and 20 tokens. Every answer is
 compared with that of an engine without any cache, by token and by log-probability. A hit is an answer of which some
@@ -12,15 +13,15 @@ tokens came from a cache. Host memory holds 16 blocks, G1 40, so most hits come 
 in float32. "Other weights" have the rows of k_proj and v_proj in the opposite order; size and time of the file are
 equal. `native_on_cpu.py` replaces vLLM's copier.
 
-    first      100 prompts, which later phases find on disk
+    first      100 prompts, which the next two phases find on disk
     damaged    restart on a copy of the directory; each prompt of a case has one damaged block
     truncated  restart; one file of each prompt is cut in half, and of kvbm its only file with blocks
-    full       a file system in memory is filled while the engines run
     killed     kvbm's disk process is stopped while four requests load, five times. Then the whole engine is killed
-               under load and started again. Then the rest of the prompts is stored
-    second     another model in a copy of the directory
+               under load and started again. Then the rest of the prompts is stored, for the phases below
+    full       a file system in memory is filled while the engines run
     weights    restart with other weights under the same path
     rope       restart with another `rope_theta` under the same path
+    second     another model in the same directory
 
 A request that the kill broke off is asked and not answered. vLLM's tier has no process that could be stopped: it gets
 the same requests without a fault. Exits with 1 if kvbm's tier gave a wrong answer or an HTTP error, ended an engine, or
@@ -394,8 +395,8 @@ PHASES = {
     "damaged": restart({RESTART: INTACT, BYTE: BYTES, EXCHANGE: EXCHANGED, BIT: BITS}, damage),
     "truncated": restart({TRUNCATED: CUT}, cut),
     "killed": killed,
-    "weights": restart({WEIGHTS: INTACT}, of="killed", model="other"),
     "full": full,
+    "weights": restart({WEIGHTS: INTACT}, of="killed", model="other"),
     "rope": restart({ROPE: INTACT}, of="killed", model="rope"),
     "second": restart({SECOND: INTACT}, of="killed", model="other", path="other"),
 }
@@ -437,7 +438,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     for tier, size in result["sizes"].items():
         each = f"{size['bytes'] / size['blocks'] / 1024:.1f} KiB of disk for a block of {BLOCK_BYTES >> 10} KiB"
-        lines += [f"{tier}: {size['blocks']} of {len(PROMPTS) * PROMPT_BLOCKS} blocks stay; {each}.", ""]
+        stored = f"{len(PROMPTS) * PROMPT_BLOCKS} blocks of the prompts and those of some others"
+        lines += [f"{tier}: of {stored}, {size['blocks']} stay; {each}.", ""]
     lines += [f"Longest computation without a cache: {result['longest_computation_s']} s.", ""]
     return "\n".join([*lines, "Command: `" + " ".join(result["command"]) + "`", ""])
 
