@@ -6,7 +6,7 @@ offloaded when it is registered, and as onboarded when the engine may read it.
 The names of NVIDIA's KVBM metrics are kept exactly, so that its dashboards continue to work. Its counters have no
 `_total` suffix, which the Prometheus client would add to metrics of type `counter`. So all counters are exported
 untyped; `rate()` works on them. `observe/series.py` exports the same counts with labels and under the names that
-Prometheus recommends.
+Prometheus recommends. A new counter is a field here, and a row there if it is one of several with different labels.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A `Profile` is frozen and complete. `load.py` makes one from files, variables and overrides; an engine process restores
 it with `Profile.model_validate_json(profile.model_dump_json())`. The descriptions are written for users: the reference
-page and `kvbm profile schema` show them. Values are strict: a number in quotes is not a number.
+page and `kvbm profile schema` show them. Values are strict: a number in quotes is not a number. Keys below `engine` are
+in `engine.py`. `kvbm/engines/opening.py` passes the keys of a lower tier on to it.
 """
 
 from __future__ import annotations

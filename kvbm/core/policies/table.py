@@ -1,4 +1,7 @@
-"""POLICIES: every policy by the name that a profile has for it, in `eviction` of a tier."""
+"""POLICIES: every policy by the name that a profile has for it, in `eviction` of a tier (`config/schema.py`).
+
+`policy.py` says how to add one.
+"""
 
 from __future__ import annotations
 

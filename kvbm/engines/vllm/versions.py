@@ -1,4 +1,7 @@
-"""vLLM versions: the supported ones, and the installation found in an interpreter. Imports no vLLM."""
+"""vLLM versions: the supported ones, and the installation found in an interpreter. Imports no vLLM.
+
+How to add a version: docs/reference/support.md.
+"""
 
 from __future__ import annotations
 

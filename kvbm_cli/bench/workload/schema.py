@@ -1,4 +1,5 @@
-"""The schema of workload files: one class per `kind`, all frozen.
+"""The schema of workload files: one class per `kind`, all frozen. A kind is also a row of KINDS, below, and a function
+in BUILDERS (`build.py`).
 
 Lengths are in tokens of the engine's own tokenizer. `working_set_tokens` is what a cache must hold so that no prefix is
 computed twice. `scaled` returns the same workload with another working set, by changing the one number that `scale_key`

@@ -4,7 +4,8 @@
     mooncake:                   MooncakeStore
     s3: gs: az: memory: ...     ObstoreStore
 
-A module is imported when its store is opened, because only then must its library be installed.
+A module is imported when its store is opened, because only then must its library be installed. The schemes that a
+profile may have are SHARED_SCHEMES in `config/values.py`. Commands open a store in `kvbm_cli/store/inventory.py`.
 """
 
 from __future__ import annotations
