@@ -20,6 +20,18 @@ collect_ignore = [] if has_vllm() else [path.name for path in HERE.glob("test_*.
 sys.path.insert(0, str(HERE))
 
 
+def pytest_configure(config):
+    """Makes the model before the workers start. In a rig, the worker is the engine, and files that are newer than its
+    process are in doubt."""
+    if hasattr(config, "workerinput"):
+        return
+    from vllm_server import wait_until_old
+
+    from kvbm.engines.make_model import materialise
+
+    wait_until_old(materialise("vllm-25m"))
+
+
 @pytest.fixture(scope="session")
 def plain():
     """A vLLM with neither connector nor cache, and with the adapters of the model, for all who want to know what it
