@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbm.host.machine_memory import HostMemory
 from kvbm.host.mounts import Mount
-from kvbm_cli.doctor.machine import Machine, ProbeFailed
+from kvbm_cli.doctor.machine import Machine, NoAnswerInTime, ProbeFailed
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings, Speed
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.probes.store import StoreReport
@@ -102,7 +102,7 @@ def machine(
 
 def _known(answer: Any) -> Any:
     if isinstance(answer, str):
-        raise ProbeFailed(answer)
+        raise (NoAnswerInTime if answer.startswith("no answer within") else ProbeFailed)(answer)
     return answer
 
 

@@ -41,7 +41,7 @@ FILTERS = (
     (re.escape(str(ROOT)), "[ROOT]"),
     (re.escape(version("kvbm-cli")), "[VERSION]"),
     (r"( has only )[\d.]+ \w+( free)", r"\1[FREE]\2"),
-    (r"(set `tiers\.host\.capacity: )\d+\w+(` or less; `kvbm serve)", r"\1[FIT]\2"),
+    (r"(set `tiers\.host\.capacity: )\d+\w+(` or less)", r"\1[FIT]\2"),
     (r"only [\d.]+ \w+ are available \([^)]*\)", "only [FREE] are available ([LIMIT])"),
     (r"(kvbm/models/[\w-]+-)[0-9a-f]{12}\b", r"\1[DIGEST]"),
     (r"\(starting, pid \d+\)", "(starting, pid [PID])"),

@@ -23,6 +23,7 @@ from kvbm.config.spelling import snake_case, unquoted
 from kvbm.config.values import WrongKey
 from kvbm.text.outside import shortened
 
+TINY = 1e-3  # such a bound only excludes 0
 NOT_BUILT = {"tiers.object": "use `tiers.shared`", "filters": "use the section `offload`"}
 
 
@@ -231,6 +232,10 @@ def expectation_of(detail: ErrorDetails) -> str | None:
     """Return what a value must be, None for another kind of error."""
     template = _PROBLEM_TEXTS.get(detail["type"])
     context = detail.get("ctx", {})
+    if {"ge", "gt", "le", "lt"} & context.keys() and str(detail["input"]).lower() == "nan":
+        return _PROBLEM_TEXTS["finite_number"]
+    if 0 < context.get("ge", 0) < TINY and float(detail["input"]) <= 0:
+        return _PROBLEM_TEXTS["greater_than"].format(gt=0)
     whole = {name: int(one) for name, one in context.items() if isinstance(one, float) and one.is_integer()}
     return None if template is None else template.format(**{**context, **whole})
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm.engines.table import copy_count
-from kvbm_cli.doctor.machine import Machine, PhaseCallback, ProbeFailed
+from kvbm_cli.doctor.machine import Machine, NoAnswerInTime, PhaseCallback, ProbeFailed
 from kvbm_cli.profile.machine_check import STATES, Check, failure, skipped
 from kvbm_cli.profile.machine_problems import memory_bytes
 from kvbm_cli.system.answering import ANSWER_LIMIT_S
@@ -76,7 +76,7 @@ class DoctorContext:
         try:
             return self.machine.run_probe(python, program, arguments, timeout_s=timeout_s)
         except ProbeFailed as error:
-            if self.is_quick:
+            if self.is_quick and isinstance(error, NoAnswerInTime):
                 return skipped(name, str(error), "run `kvbm doctor` without `--quick`, which waits longer")
             return failure(name, f"`{python}`: {error}", remedy)
 
@@ -172,6 +172,8 @@ def show_check(check: Check) -> None:
     print_data(
         f"{head}  {_beside(check.finding)}" if len(head) < COLUMN else f"{head}\n{INDENT}{_beside(check.finding)}"
     )
+    for line in check.details:
+        print_data(f"{INDENT}{line}")
     if check.remedy is not None:
         print_data(f"{INDENT}remedy: {check.remedy}")  # in one line: some are commands to copy
 

@@ -106,9 +106,9 @@ def quick_checks(resolved: ResolvedProfile) -> list[Check]:
     """Run the quick checks of memory and of the engine, without printing them."""
     with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
         runner = CheckRunner(progress, as_json=True)
-        sizing = size_if_known(resolved)
+        sizing, place = size_if_known(resolved), _directory(resolved.profile.tiers, None)
         context = DoctorContext(
-            Machine(), None, resolved, resolved.profile.tiers, sizing, is_quick=True, on_phase=progress.report
+            Machine(), place, resolved, resolved.profile.tiers, sizing, is_quick=True, on_phase=progress.report
         )
         with runner.at_most(QUICK_WORK_S):
             runner.group("memory", memory.checks(context))

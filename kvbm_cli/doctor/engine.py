@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm.engines.table import installation_of, kind_of
 from kvbm_cli.doctor.check import DoctorContext
+from kvbm_cli.engine.process import FREE_PORT
 from kvbm_cli.profile.machine_check import Check, Severity, failure, ok, skipped, warning
 from kvbm_cli.profile.machine_problems import engine_checks, metrics_checks, server_check
 from kvbm_cli.profile.preflight import unstorable_arguments
 from kvbm_cli.runs.reservations import living_runs
+from kvbm_cli.system.answering import answers
+from kvbm_cli.system.filesystem import nearest_existing
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -132,7 +138,8 @@ def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
         )
         return
     context.on_phase("loading NIXL plugins")
-    answer = _run_probe(context, python, "nixl", [plugin] if context.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
+    arguments = [str(_directory_for_nixl(context.directory)), *([plugin] if context.is_quick else [])]
+    answer = _run_probe(context, python, "nixl", arguments, timeout_s=NIXL_TIMEOUT_S)
     if isinstance(answer, Check):
         yield answer if wanted else replace(answer, severity=Severity.SKIPPED)
         return
@@ -149,12 +156,27 @@ def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
         yield check("NIXL", f"{answer['version']}: plugin {plugin} does not work", "set `tiers.disk.io: threads`")
     absent = {name: error for name, error in plugins.items() if error is not None}
     if absent:
-        yield Check("NIXL", Severity.SKIPPED, f"plugins that do not work: {', '.join(absent)}", None, absent)
+        names = [f"{name} (no GPU)" if error.startswith("no GPU") else name for name, error in absent.items()]
+        yield Check("NIXL", Severity.SKIPPED, f"plugins that do not work: {', '.join(names)}", None, absent)
+
+
+def _directory_for_nixl(wanted: Path | None) -> Path:
+    """Return where the plugins move bytes, since a file system may lack what they need: in the directory of the disk
+    tier, or where it will be made. Without one that can be used, which other checks report, in that for temporary
+    files."""
+    if wanted is not None and answers(wanted, changes=True):
+        place = nearest_existing(wanted)
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+            return place
+    return Path(tempfile.gettempdir())
 
 
 def port_checks(context: DoctorContext) -> Iterator[Check]:
     if context.resolved is None:
         yield skipped("server", "the address is unknown without a profile", "add `--profile PROFILE`")
         return
-    yield server_check(context.resolved, living_runs())
+    server = server_check(context.resolved, living_runs())
+    if server.remedy is not None:  # this command has no `--port`
+        server = replace(server, remedy=server.remedy.replace(FREE_PORT, "set `server.port: 0`"))
+    yield server
     yield from metrics_checks(context.resolved)

@@ -41,6 +41,10 @@ class ProbeFailed(Exception):
     """A probe gave no answer. The text is the reason."""
 
 
+class NoAnswerInTime(ProbeFailed):
+    """It took too long."""
+
+
 def run_probe(
     python: str,
     program: str,
@@ -72,7 +76,7 @@ def run_probe(
             on_output=report,
         )
     except TimeoutError:
-        raise ProbeFailed(f"no answer within {timeout_s:.0f} s") from None
+        raise NoAnswerInTime(f"no answer within {timeout_s:.0f} s") from None
     except OSError as error:
         raise ProbeFailed(reason_of(error)) from None
     answers = [found for found in _objects(ended.out) if "phase" not in found]

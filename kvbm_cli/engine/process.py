@@ -234,6 +234,7 @@ class EngineProcess:
 
 
 OWN_ADDRESS = "set `server.host` to an address of this machine: `127.0.0.1`, or `0.0.0.0` for all of them"
+FREE_PORT = "choose a free port with `--port 0`"
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_CHOICE = 20_000  # lower ports are often well known
 CHOICES = 64  # attempts before the kernel chooses
@@ -286,7 +287,7 @@ def _bound_port(host: str, port: int) -> int:
             raise EnvironmentProblem(f"cannot listen on `{host}`: not a valid host name", hint=OWN_ADDRESS) from None
         except OSError as error:
             where = f"{host} port {port}" if port else host
-            hint = "choose a free port with `--port 0`" if error.errno in _PORT_ERRORS else OWN_ADDRESS
+            hint = FREE_PORT if error.errno in _PORT_ERRORS else OWN_ADDRESS
             reason = reason_of(error)
             raise EnvironmentProblem(f"cannot listen on {where}: {reason}", hint=hint) from None
         return int(probe.getsockname()[1])

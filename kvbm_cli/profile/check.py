@@ -36,7 +36,7 @@ def check_profile(
     has_problem, notes = False, []
     if found.resolved is not None and sizing is not None and not mistakes:
         order = order_checks(found.resolved, sizing) if isinstance(sizing, Sizing) else []
-        warnings += [one.error(found.resolved).message for one in (*problems_here(found.resolved, sizing), *order)]
+        warnings += [one.warning_text(found.resolved) for one in (*problems_here(found.resolved, sizing), *order)]
         states = state_findings(found.resolved, StateLevel.WARNING)
         has_problem = bool(order) or any(one.disables for one in states)
         notes = state_notes(found.resolved)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem, EnvironmentProblems
@@ -19,12 +19,22 @@ if TYPE_CHECKING:
 
 Fact = str | int | float | bool | None
 STATES = ("ok", "warning", "failure", "skipped")
+ROOM = ("available", "free space")  # names of checks of memory and disk
 
 
 class Severity(enum.Enum):
-    """What the result means for a start. WARNING never refuses it, FAILURE always does. STRICT refuses it only with
-    `--strict`, FORCEABLE and NO_DISK only without `--force`, and NO_DISK not that of `kvbm serve`, whose engine runs
-    without the disk tier. What does not refuse a start is a warning."""
+    """What the result means for a start: it is refused, or a warning is printed.
+
+                 serve    serve --force    serve --strict    bench
+    WARNING      warns    warns            warns             warns
+    STRICT       warns    warns            refuses           -
+    NO_DISK      warns    warns            warns             refuses
+    FORCEABLE    refuses  warns            refuses           refuses
+    FAILURE      refuses  refuses          refuses           refuses
+
+    With NO_DISK, the engine of `kvbm serve` runs without the disk tier. `kvbm bench` does not look for STRICT. OK and
+    SKIPPED print nothing.
+    """
 
     OK = enum.auto()
     SKIPPED = enum.auto()
@@ -37,8 +47,9 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`remedy` names a command or a profile key. `facts` are for JSON. `key` is the key of the profile that the finding
-    is about, None if it is about the machine alone."""
+    """`finding` and `remedy` are one line each. A remedy names a command or a profile key. `facts` are for JSON. `key`
+    is the key of the profile that the finding is about, None if it is about the machine alone. `details` are lines that
+    are shown below the finding."""
 
     name: str
     severity: Severity
@@ -46,6 +57,7 @@ class Check:
     remedy: str | None = None
     facts: Mapping[str, Fact] = field(default_factory=dict)
     key: str | None = None
+    details: Sequence[str] = ()
 
     @property
     def state(self) -> str:
@@ -62,7 +74,11 @@ class Check:
     def error(self, resolved: ResolvedProfile) -> EnvironmentProblem:
         """Return it as an error, at the place of its key in the profile."""
         message = self.finding if self.key is None else resolved.mistake(self.key, self.finding).message
-        return EnvironmentProblem(message, hint=self.remedy)
+        return EnvironmentProblem("\n".join([message, *self.details]), hint=self.remedy)
+
+    def warning_text(self, resolved: ResolvedProfile) -> str:
+        """Return it as a warning, which has no hint: only a tier that adds little says here to what it must be set."""
+        return self.text if self.severity is Severity.STRICT else self.error(resolved).message
 
 
 def ok(name: str, finding: str, /, **facts: Fact) -> Check:
@@ -85,11 +101,12 @@ def require_none(
     resolved: ResolvedProfile,
     problems: Sequence[Check],
     *,
-    is_forced: bool = False,
+    is_forced: bool | None = None,
     is_strict: bool = False,
     may_lack_disk: bool = False,
 ) -> None:
-    """Raise EnvironmentProblem for the problems, and print those that are only warnings."""
+    """Raise EnvironmentProblem for the problems, and print those that are only warnings. `is_forced` is None for a
+    command without `--force`."""
     accepted = {Severity.WARNING}
     if is_forced:
         accepted |= {Severity.FORCEABLE, Severity.NO_DISK}
@@ -98,10 +115,18 @@ def require_none(
     if not is_strict:
         accepted.add(Severity.STRICT)
     warn_of(resolved, [one for one in problems if one.severity in accepted])
-    if errors := [one.error(resolved) for one in problems if one.severity not in accepted]:
+    refused = [one for one in problems if one.severity not in accepted]
+    if is_forced is not None:
+        refused = [_with_force(one) if one.severity is Severity.FORCEABLE else one for one in refused]
+    if errors := [one.error(resolved) for one in refused]:
         raise errors[0] if len(errors) == 1 else EnvironmentProblems(errors)
 
 
 def warn_of(resolved: ResolvedProfile, problems: Sequence[Check]) -> None:
     for problem in problems:
-        show_warning(problem.error(resolved).message)
+        show_warning(problem.warning_text(resolved))
+
+
+def _with_force(check: Check) -> Check:
+    """Name `--force` in the remedy for a lack of room. Others have their own words, or nothing to recommend."""
+    return replace(check, remedy=f"{check.remedy}; `--force` starts it anyway") if check.name in ROOM else check

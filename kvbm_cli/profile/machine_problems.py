@@ -135,7 +135,7 @@ def _disk_space(disk: DiskTierSection, sizing: Sizing) -> Iterator[Check]:
     message = f"`{key}` requires {needed}, but {disk.directory} has only {free} free"
     # a larger tier than the file system is a mistake
     severity = Severity.NO_DISK if needed_bytes <= facts.f_blocks * facts.f_frsize else Severity.FORCEABLE
-    remedy = f"lower the capacity, or use another `{DIRECTORY_KEY}`; `kvbm serve --force` starts anyway"
+    remedy = f"lower the capacity, or use another `{DIRECTORY_KEY}`"
     missing_bytes = needed_bytes - free_bytes
     caches = list_caches(directory)
     has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked)
@@ -215,11 +215,10 @@ def memory_check(
     finding += f", but only {available} are available ({room.limit})"
     fitting, largest = left * 9 // 10 // copies, largest_run(living)
     remedies = [] if largest is None else [f"run `kvbm stop {shlex.quote(largest.name)}`"]
-    if key not in (None, HOST_KEY):
-        remedies.append(f"lower `{key}`")
-    elif fitting >= LEAST_CAPACITY or not remedies:
-        remedies.append(f"set `{HOST_KEY}: {whole_size(fitting)}` or less")
-    remedy = ", or ".join(remedies) + ("" if resolved is None else "; `kvbm serve --force` starts it anyway")
-    if largest is not None:
-        key, finding = None, "\n".join([finding, *memory_lines(living)])
-    return Check("available", Severity.FORCEABLE, finding, remedy, facts, key)
+    if fitting >= LEAST_CAPACITY:
+        is_size = key in (None, HOST_KEY)
+        remedies.append(f"set `{HOST_KEY}: {whole_size(fitting)}` or less" if is_size else f"lower `{key}`")
+    elif not remedies:
+        remedies.append("free memory, or stop an engine that is starting" if pending else "free memory")
+    place, lines = (key, ()) if largest is None else (None, memory_lines(living))
+    return Check("available", Severity.FORCEABLE, finding, ", or ".join(remedies), facts, place, lines)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ASK_ENGINE = "`kvbm serve` starts the engine anyway; then `kvbm logs | grep allocated` shows blocks and bytes"
 _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
+_TO_SPARE = {"G2": "free memory", "G3": "free space on the disk"}  # for a larger tier with `capacity: auto`
 
 
 def order_checks(resolved: ResolvedProfile, sizing: Sizing) -> list[Check]:
@@ -37,6 +38,7 @@ def order_checks(resolved: ResolvedProfile, sizing: Sizing) -> list[Check]:
             f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
             "so it adds little",
             upper.token_count / max(1, lower.token_count),
+            f"lower {above}, or {_TO_SPARE[below]}" if _is_chosen(resolved, below) else None,
         )
         for (above, upper), (below, lower) in pairwise(tiers_of(resolved, sizing).items())
         if lower.token_count < upper.token_count and not (below == "G2" and _takes_evicted(resolved.profile, sizing))
@@ -44,8 +46,17 @@ def order_checks(resolved: ResolvedProfile, sizing: Sizing) -> list[Check]:
     return [*smaller, *sequence_checks(resolved, sizing)]
 
 
-def _too_small(tier: TierSize, finding: str, factor: float) -> Check:
-    """Return the check of a tier that must be larger by this factor."""
+def _is_chosen(resolved: ResolvedProfile, name: str) -> bool:
+    """Whether kvbm chooses the size of G2 or G3 (`capacity: auto`), or has chosen it."""
+    tier = resolved.profile.tiers.host if name == "G2" else resolved.profile.tiers.disk
+    return name in resolved.chosen or (tier is not None and tier.is_auto)
+
+
+def _too_small(tier: TierSize, finding: str, factor: float, instead: str | None) -> Check:
+    """Return the check of a tier that must be larger by this factor. `instead` is what to do where kvbm chose all that
+    the machine can spare, None where the profile sets the size."""
+    if instead is not None:
+        return Check("order", Severity.STRICT, finding, f"this machine can spare no more; {instead}")
     blocks = math.ceil(tier.block_count * factor)
     size = whole_size(math.ceil(tier.total_bytes * blocks / tier.block_count), rounds_up=True)
     value = blocks if tier.set_by.endswith(".blocks") else size
@@ -83,7 +94,8 @@ def sequence_checks(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[Check
             f"G2 holds {counted(host.block_count, 'block')}, fewer than the {blocks_text(sizing)} of a sequence of "
             f"{sizing.sequence_tokens:,} tokens, so no prompt of this length has a hit"
         )
-        yield _too_small(host, finding, sizing.sequence_blocks / host.block_count)
+        instead = _TO_SPARE["G2"] if _is_chosen(resolved, "G2") else None
+        yield _too_small(host, finding, sizing.sequence_blocks / host.block_count, instead)
 
 
 def blocks_text(sizing: Sizing) -> str:

@@ -24,7 +24,8 @@ from kvbm_cli.bench import engines
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.auto_capacity import PROCESS_BYTES, with_capacities
-from kvbm_cli.profile.machine_problems import _memory as memory_problems  # of another machine
+from kvbm_cli.profile.machine_check import Severity
+from kvbm_cli.profile.machine_problems import memory_check
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.runs import memory_claims
 from kvbm_cli.runs.memory_claims import MemoryClaim
@@ -154,7 +155,7 @@ def test_reserved_huge_pages_are_taken_if_they_are_more(tmp_path):
     assert 98 * GIB < capacity < 100 * GIB - 4 * MIB
     assert reason.endswith("of reserved huge pages are free")
     large = resolve(tmp_path, GPU % 1, "tiers.host.capacity=98GiB")
-    assert list(memory_problems(large, capacity, [], memory=machine.memory)) == []
+    assert memory_check(large, capacity, 1, [], memory=machine.memory).severity is Severity.OK
     machine.write("proc/meminfo", pages.replace("51200", "512"))
     assert host_of(resolve(tmp_path, GPU % 1), machine)[0] == 18 * GIB
 

@@ -109,10 +109,15 @@ def run(name: str, launcher: ProcessIdentity | None = None, **changes: object) -
 
 
 def require_memory(
-    resolved: ResolvedProfile, needed_bytes: int, living: list[EngineRun], *, memory: HostMemory
+    resolved: ResolvedProfile,
+    needed_bytes: int,
+    living: list[EngineRun],
+    *,
+    memory: HostMemory,
+    is_forced: bool | None = None,
 ) -> None:
     found = memory_check(resolved, needed_bytes, 1, living, memory=memory)
-    require_none(resolved, [] if found.severity is Severity.OK else [found])
+    require_none(resolved, [] if found.severity is Severity.OK else [found], is_forced=is_forced)
 
 
 @pytest.fixture
@@ -192,7 +197,23 @@ def test_one_without_reservations_is_refused_at_its_key(memory, resolved):
         require_memory(resolved, 1025 * MIB, [], memory=memory)
     expected = "`tiers.host.capacity` requires 1.0 GiB, but only 1.0 GiB are available (free memory of this machine)"
     assert caught.value.message.splitlines()[0] == expected
-    assert caught.value.hint == "set `tiers.host.capacity: 966MB` or less; `kvbm serve --force` starts it anyway"
+    assert caught.value.hint == "set `tiers.host.capacity: 966MB` or less"
+
+
+def test_where_nothing_fits_no_size_is_advised(tmp_path, memory, resolved, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemAvailable: 1024 kB\n")
+    for pending, remedy in ((0, "free memory"), (1, "free memory, or stop an engine that is starting")):
+        monkeypatch.setattr("kvbm_cli.profile.machine_problems.pending_memory", lambda living, found=pending: found)
+        with pytest.raises(EnvironmentProblem) as caught:
+            require_memory(resolved, 400 * MIB, [], memory=memory)
+        assert caught.value.hint == remedy
+
+
+def test_only_a_command_that_has_force_names_it(memory, resolved):
+    for is_forced, is_named in ((None, False), (False, True)):
+        with pytest.raises(EnvironmentProblem) as caught:
+            require_memory(resolved, 1025 * MIB, [], memory=memory, is_forced=is_forced)
+        assert (caught.value.hint or "").endswith("; `--force` starts it anyway") == is_named
 
 
 def test_a_port_is_that_of_an_address():

@@ -30,6 +30,14 @@ def test_a_command_judges_the_settings_of_a_profile_once(tmp_path, monkeypatch):
     assert (outcome.exit_code, len(asked)) == (0, 1)
 
 
+def test_the_check_of_a_profile_says_how_much_a_sequence_with_states_needs(tmp_path):
+    settings = ("tiers.host.capacity=840MB", "engine.arguments.block_size=544")
+    given = [word for one in ("engine.model=Qwen/Qwen3-Next-80B-A3B-Instruct", *settings) for word in ("--set", one)]
+    outcome = kvbm_here("profile", "check", "vllm", *given, home=tmp_path)
+    assert (outcome.exit_code, "so no prompt of this length has a hit" in outcome.stderr) == (0, True)
+    assert "; set `tiers.host.capacity: " in outcome.stderr
+
+
 def test_a_kind_that_is_set_decides_whose_rules_apply(tmp_path):
     outcome = kvbm_here("size", "synthetic:tiny", "--set", "engine.kind=embedded", home=tmp_path)
     assert (outcome.exit_code, outcome.stderr) == (0, "")

@@ -8,7 +8,7 @@ from kvbm.engines.table import kind_of, load, size
 from kvbm.sizing import SizeUnknown
 from kvbm_cli.package_data import profiles_directory, workloads_directory
 from kvbm_cli.profile.auto_capacity import with_capacities
-from kvbm_cli.profile.diff import differences
+from kvbm_cli.profile.diff import differences, value_of
 
 DIRECTORIES = [profiles_directory()]
 
@@ -93,7 +93,7 @@ HALVES: dict[str, dict[str, object]] = {
 
 def changed(before: str, *after: str) -> dict[str, object]:
     one, other = load(before, directories=DIRECTORIES), load(*after, directories=DIRECTORIES)
-    return {key: side.value for key, _, side in differences(one, other)}
+    return {key: value_of(side) for key, _, side in differences(one, other)}
 
 
 def test_every_half_has_its_changes() -> None:

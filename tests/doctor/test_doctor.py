@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +34,8 @@ from kvbm_cli.doctor.probes.disk import RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.probes.engine import PROBES as ENGINE_PROBES
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.size import size_of
+from kvbm_cli.profile.auto_capacity import with_capacities
+from kvbm_cli.profile.size import order_checks, size_of
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.filesystem import state_directory
 from kvbm_cli.system.process_identity import ProcessIdentity
@@ -241,9 +244,9 @@ def test_memory_is_checked_together_with_engines_that_start(tmp_path, profile, c
         text = " ".join(outcome.stdout.split())
         assert "`tiers.host.capacity` requires 64.0 MiB, and starting engines another 990.0 MiB, in all 1.0 GiB" in text
         assert "but only 1.0 GiB are available (free memory of this machine)" in text
-        assert (
-            "remedy: run `kvbm stop other-2`, or set `tiers.host.capacity: 32MB` or less; `kvbm serve --force`" in text
-        )
+        lines = [line.strip() for line in outcome.stdout.splitlines()]
+        assert sum(line.startswith(("other-1 (", "other-2 (")) for line in lines) == 2, "each in a line of its own"
+        assert "remedy: run `kvbm stop other-2`, or set `tiers.host.capacity: 32MB` or less" in lines
         launcher.kill()
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "b", **tiers))
     assert outcome.exit_code == 0
@@ -260,7 +263,7 @@ def test_the_capacity_that_fits_is_that_of_each_engine(tmp_path):
     context = DoctorContext(little, None, resolved, tiers, None, is_quick=True, on_phase=lambda text: None)
     found = next(checks(context))
     assert "`tiers.host.capacity` requires 128.0 MiB" in found.finding
-    assert found.remedy == "set `tiers.host.capacity: 46MB` or less; `kvbm serve --force` starts it anyway"
+    assert found.remedy == "set `tiers.host.capacity: 46MB` or less"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path, capsys):
 UNUSABLE = {
     "a file": (lambda path: path.write_text(""), "not writable: not a directory"),
     "below a file": (lambda path: path.parent.write_text(""), "not writable: not a directory"),
-    "a link": (lambda path: path.symlink_to("/tmp"), "is not a directory (links are not followed)"),
+    "a link": (lambda path: path.symlink_to("/tmp"), "is a symbolic link, which is not followed"),
     "for everyone": (lambda path: path.mkdir() or path.chmod(0o777), "is writable by everyone (mode 0777)"),
 }
 
@@ -324,6 +327,30 @@ def test_directory_that_cannot_be_used(what, tmp_path, capsys):
     (check,) = [check for check in data["checks"] if check["group"] == "disk"]
     assert outcome.exit_code == 1
     assert (check["state"], finding in check["finding"], data["recommended"]) == ("failure", True, None)
+
+
+def test_nixl_is_tried_where_the_disk_tier_will_be(tmp_path, profile, capsys):
+    asked = []
+
+    def nixl(python: str, program: str, arguments: list[str], **how: Any) -> dict[str, Any]:
+        asked.append(arguments[1])
+        return {"version": None, "plugins": {}}
+
+    for name, place in (("a", tmp_path), ("b", tmp_path / "cache")):
+        run(capsys, str(profile), machine=machine(tmp_path / name, probes={"nixl": nixl}))
+        assert asked.pop() == str(place)
+        (tmp_path / "cache").mkdir(exist_ok=True)
+    (tmp_path / "file").write_text("")
+    run(capsys, None, directory=tmp_path / "file", machine=machine(tmp_path / "c", probes={"nixl": nixl}))
+    assert asked == [tempfile.gettempdir()], "the disk group says what is wrong with the directory"
+
+
+def test_a_port_in_use_has_a_remedy_in_the_profile(tmp_path, profile, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        profile.write_text(profile.read_text().replace("port: 0", f"port: {server.getsockname()[1]}"))
+        outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine"))
+    assert outcome.exit_code == 1
+    assert "remedy: set `server.port: 0`\n" in outcome.stdout
 
 
 def test_transfers_that_fail_are_a_failure(tmp_path, profile, capsys):
@@ -452,6 +479,14 @@ def test_host_memory_below_g1_adds_little_unless_it_takes_what_g1_evicts(tmp_pat
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
     found = {one.finding for one in tier_checks(context) if one.state == "warning"}
     assert any("of G1, so it adds little" in one for one in found) == adds_little
+
+
+def test_a_tier_whose_size_kvbm_chose_needs_no_other_size():
+    changes = ("tiers.host.capacity=auto", "offload.to_host=always", "engine.arguments.num_gpu_blocks_override=9000000")
+    found = load("vllm", directories=[profiles_directory()], overrides=changes)
+    remedy = "this machine can spare no more; lower G1, or free memory"
+    for resolved in (found, with_capacities(found)):
+        assert [one.remedy for one in order_checks(resolved, size_of(found)) if "of G1" in one.finding] == [remedy]
 
 
 @pytest.mark.parametrize(

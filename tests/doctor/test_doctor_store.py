@@ -115,6 +115,14 @@ def test_an_engine_that_only_reads_needs_no_permission_to_write(tmp_path, capsys
     assert states(found) == {"library": "ok", "permissions": "ok", "latency": "ok", "throughput": "skipped"}
 
 
+@pytest.mark.parametrize(
+    ("reason", "state"), [("No such file or directory", "failure"), ("no answer within 8 s", "skipped")]
+)
+def test_with_quick_only_an_interpreter_that_is_slow_is_skipped(tmp_path, capsys, reason, state):
+    library = checked(capsys, tmp_path, is_quick=True, answers={"connector": reason})["library"]
+    assert (library["state"], reason in library["finding"]) == (state, True)
+
+
 def test_a_missing_library_is_named_with_the_interpreter(tmp_path, capsys):
     answers = {"connector": {"seconds": 0.1, "error": "ModuleNotFoundError: No module named 'obstore'"}}
     library = checked(capsys, tmp_path, answers=answers)["library"]

@@ -106,16 +106,17 @@ def require_usable_parent(directory: Path) -> None:
             hint="set `tiers.disk.directory` to a shorter path",
         )
     try:
-        if not directory.exists():
+        if not os.path.lexists(directory):
             make_private_directories(directory)
         found = os.lstat(directory)
     except OSError as error:
         cause = path_hint(error, directory)
         hint = f"{cause}, or set another `tiers.disk.directory`" if cause else "set `tiers.disk.directory`"
         raise problem(f"cannot create directory {directory}", error, hint=hint) from error
+    is_link = stat.S_ISLNK(found.st_mode)
     if not stat.S_ISDIR(found.st_mode):
         raise TierProblem(
-            f"{directory} is not a directory (links are not followed)",
+            f"{directory} is {'a symbolic link, which is not followed' if is_link else 'not a directory'}",
             hint="set `tiers.disk.directory` to the directory itself",
         )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:

@@ -7,7 +7,8 @@
 `cuda`: versions of torch, its CUDA and the driver, and the number of usable devices.
 
 `nixl`: whether the disk tier could use NIXL's plugins: `{"version": ..., "plugins": {name: null or the reason}}`. The
-other argument is the beginning of a name; without it, all are tried, as the disk tier does when it starts.
+other arguments are the directory in which they move bytes, and the beginning of a name; without it, all are tried, as
+the disk tier does when it starts.
 
 `round_trip`: moves a pattern through the tiers and compares it. The other argument is the JSON of a `RoundTripRequest`:
 `{"legs": [...], "io": ...}`. Each leg has a name, its seconds, and an error with a hint or null. It stops at the first
@@ -98,15 +99,16 @@ def _driver() -> str | None:
     return found[1] if found else None
 
 
-def nixl(names: Sequence[str]) -> dict[str, object]:
+def nixl(arguments: Sequence[str]) -> dict[str, object]:
     from kvbm.tiers.disk.io.nixl import GDS
     from kvbm.tiers.disk.io.select import try_nixl, why_no_gds
 
+    directory, *names = arguments
     held = next((found for name in DISTRIBUTIONS if (found := _version(name)) is not None), None)
     tried = {} if held is None else {name: QUEUES[name] for name in QUEUES if name.startswith(tuple(names) or "")}
 
     def reason(queue: str) -> str | None:
-        return (why_no_gds() if queue == GDS else None) or try_nixl(Path(tempfile.gettempdir()), queue)
+        return (why_no_gds() if queue == GDS else None) or try_nixl(Path(directory), queue)
 
     with ThreadPoolExecutor(len(QUEUES)) as threads:
         return {"version": held, "plugins": dict(zip(tried, threads.map(reason, tried.values()), strict=True))}
