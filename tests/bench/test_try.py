@@ -444,6 +444,15 @@ def test_a_variable_without_a_value_in_the_command_of_an_arm_is_listed(capsys):
     ]
 
 
+def test_what_the_command_of_a_refused_arm_does_not_set_is_named(capsys):
+    with pytest.raises(ProfileError, match=r"`engine.model` is missing"):
+        comparison_of(("vllm",), (), ("x=vllm serve $MODEL",))
+    assert (
+        capsys.readouterr().err
+        == "note: arm x: not carried over: `--model $MODEL` (line 1): the command does not set it\n"
+    )
+
+
 def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
     flag = "--kv-transfer-config"
     command = f"x=vllm serve Qwen/Qwen3-8B {flag}.kv_connector X {flag}.kv_connector_extra_config.a=5"
@@ -456,8 +465,8 @@ def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("lmcache=vllm serve 'x", "cannot read `command line`: line 1: a quote is not closed"),
-        ("lmcache=vllm serve $MODEL", "`engine.model`"),
+        ("lmcache=vllm serve 'x", "cannot read the command: line 1: a quote is not closed"),
+        ("vllm serve Qwen/Qwen3-8B \\", "the command ends with a backslash, and nothing follows"),
         ("vllm serve other/model", "`engine.model` is"),
         ("x=vllm serve Qwen/Qwen3-8B --kv-transfer-config {", "must be a JSON object"),
         ("echo vllm", "starts no engine"),

@@ -60,7 +60,7 @@ class Control:
         return self._require_enough(self._token_ids(text), text)
 
     def try_tokenize(self, text: str) -> list[int] | None:
-        """`None` if the server has no `/tokenize` that answers like vLLM's. EngineError if it returns too few tokens."""
+        """`None` if the server has no `/tokenize` that answers like vLLM's. EngineError for too few tokens."""
         try:
             tokens = self._token_ids(text)
         except EngineError:
