@@ -266,7 +266,7 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
         return Arm(BASELINE, "baseline", measured)
     notes: list[str] = []
     if (command := _command_in(text)) is not None:
-        resolved, is_baseline, notes = _started_by(command["command"])
+        resolved, is_baseline, notes = _started_by(command["command"], command["name"] or "of a command")
     else:
         is_baseline = text.startswith(BASELINE_OF)
         resolved = _profile_to_compare(text.removeprefix(BASELINE_OF))
@@ -274,9 +274,7 @@ def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Ar
     _require_comparable(measured, resolved)
     found = {key: (value_of(one), value_of(another)) for key, one, another in differences(measured, resolved)}
     name = free_name((command and command["name"]) or resolved.name, (*RESERVED, *taken))
-    for note in notes:
-        if not (is_baseline and _PUT_BACK.match(note)):
-            print_note(f"note: arm {name}: {note}")
+    _print_notes(name, notes)
     return Arm(name, "baseline" if is_baseline else "profile", resolved, differences=found)
 
 
@@ -285,18 +283,28 @@ def _command_in(text: str) -> re.Match[str] | None:
     return None if text.endswith((".yaml", ".yml")) else _COMMAND.fullmatch(text)
 
 
-def _started_by(command: str) -> tuple[ResolvedProfile, bool, list[str]]:
-    """Return the profile of a command line, whether it is without kvbm, and what the profile does not carry over.
-    ProfileError for its mistakes, UsageError for a cache that the arm would not have."""
+def _print_notes(name: str, notes: Sequence[str]) -> None:
+    for note in notes:
+        print_note(f"note: arm {name}: {note}")
+
+
+def _started_by(command: str, name: str) -> tuple[ResolvedProfile, bool, list[str]]:
+    """Return the profile of a command line, whether it is without kvbm, and what the profile does not carry over. That
+    is printed for the arm `name` if the profile is refused, as it may be the cause.
+
+    ProfileError for mistakes of the profile, UsageError for a cache that the arm would not have.
+    """
     examined, start = examined_command(command)
     has_kvbm = start.launch.has_kvbm
     if not has_kvbm and (flag := _FLAG_OF_A_CACHE.search(command)) is not None:
         hint = "configure it by `--kv-transfer-config`, or start the engine and compare with `NAME=http://HOST:PORT`"
         raise UsageError(f"an arm of `--compare` cannot have a cache by `{flag[0]}`: kvbm sets this flag", hint=hint)
+    notes = [note for note in notes_of(start) if has_kvbm or not _PUT_BACK.match(note)]
     if examined.mistakes:
+        _print_notes(name, notes)
         raise together(examined.mistakes)
     assert examined.resolved is not None, "a profile without mistakes is resolved"
-    return examined.resolved, not has_kvbm, notes_of(start)
+    return examined.resolved, not has_kvbm, notes
 
 
 def _profile_to_compare(compare: str) -> ResolvedProfile:

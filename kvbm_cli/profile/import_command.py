@@ -15,9 +15,9 @@ from kvbm.engines.table import examine_written
 from kvbm.errors import UsageError
 from kvbm.text.outside import shown
 from kvbm_cli.profile.import_file import contents_of, is_profile, recognised
+from kvbm_cli.profile.import_launch import COMMAND
 from kvbm_cli.profile.import_profile import Imported
 
-COMMAND = "command line"
 _IS_LOCAL = "the engine that is installed here is started, not the image or the other machine that is named"
 
 
@@ -53,6 +53,8 @@ def examined_command(command: str) -> tuple[Examined, Imported]:
     Returns its profile with all mistakes, and what was read. No shell has read the command, so it is read as a script:
     a variable that it does not set is not carried over. ProfileError as `import_words`.
     """
+    if (len(command) - len(command.rstrip("\\"))) % 2:
+        raise UsageError("the command ends with a backslash, and nothing follows")
     start = _recognised(command, COMMAND)
     has_kvbm, connector = start.launch.has_kvbm, start.connector
     document, mistakes = parse_document(start.text, label=COMMAND)

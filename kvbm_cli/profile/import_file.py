@@ -16,9 +16,9 @@ from kvbm.config.variables import STORE_VARIABLES, variable_names
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown
 from kvbm.text.reading import read_at_most, read_stdin
-from kvbm_cli.profile.import_launch import READS, Launch, Word, table
+from kvbm_cli.profile.import_launch import COMMAND, READS, Launch, Word, table
 from kvbm_cli.profile.import_profile import MAX_OTHERS, Imported, imported, kind_of
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, WITHOUT_MARKS, launches_of
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, WITHOUT_MARKS, CommandText, launches_of
 from kvbm_cli.profile.import_text import fenced, read_lines, read_text, variables_of
 from kvbm_cli.profile.import_yaml import read_yaml
 from kvbm_cli.system.filesystem import write_new
@@ -102,14 +102,15 @@ def launches_in(given: str | Sequence[str], name: str) -> list[Launch]:
     """Return the engines that a text or the words of a command start, at least one."""
     text = given.replace("\r\n", "\n").translate(WITHOUT_MARKS) if isinstance(given, str) else ""
     words = [] if isinstance(given, str) else [Word(one.translate(WITHOUT_MARKS), 1) for one in given]
+    source = "the command" if name == COMMAND else f"`{shown(name)}`"
     try:
         found = launches_of(words, "", {}) or _launches_of(text)
     except ProfileError as error:
-        raise ProfileError(f"cannot read `{shown(name)}`: {error.message}", hint=error.hint) from None
+        raise ProfileError(f"cannot read {source}: {error.message}", hint=error.hint) from None
     if not found and is_profile(text):
         raise ProfileError(f"`{shown(name)}` is a profile already", hint="`kvbm profile check` checks it")
     if not found:
-        raise ProfileError(f"`{shown(name)}` starts no engine that `kvbm profile import` knows", hint=READS)
+        raise ProfileError(f"{source} starts no engine that `kvbm profile import` knows", hint=READS)
     names: dict[str, int] = {}  # with the last number of each
     for at, one in enumerate(found):  # each has a name of its own, for `--select`
         name = one.name
@@ -126,7 +127,9 @@ def _launches_of(text: str) -> list[Launch]:
     found: list[Launch] = []
     problem: ProfileError | None = None
     exported: dict[str, Word] = {}
+    spent = 0
     for block, line in fenced(text):
+        spent = CommandText(exported, spent=spent).spent  # each block has the variables of those above it
         try:
             found += _of_block(block, line, exported)
         except ProfileError as error:  # another language

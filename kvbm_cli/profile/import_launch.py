@@ -92,6 +92,7 @@ class Left:
         return f"`{self.what}`{f' (line {self.line})' if self.line else ''}: {self.reason}"
 
 
+COMMAND = "command line"  # the name of a command, in place of that of a file
 NOT_SHOWN = "its value is not in this file"
 OTHER_FILES = "other files are not read"
 

@@ -35,6 +35,7 @@ from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import MAX_SHOWN, shown
 from kvbm.text.reading import parse_json
 from kvbm_cli.profile.import_launch import (
+    COMMAND,
     MAX_DEPTH,
     OTHER_FILES,
     Launch,
@@ -241,8 +242,12 @@ class Imported:
         if has_secret(word.unknown.strip("$(){}"), word.unknown):
             self.leave(name or "a word", NO_SECRETS, word.line)
         elif word.unknown:
-            part = "its value" if word.unknown == word else f"the value of `{shown(word.unknown)}`"
-            self.leave(f"{name} {word}".strip(), f"the file does not show {part}", word.line)
+            unknown = None if word.unknown == word else f"`{shown(word.unknown)}`"
+            if self.name == COMMAND:
+                reason = f"the command does not set {unknown or 'it'}"
+            else:
+                reason = f"the file does not show {f'the value of {unknown}' if unknown else 'its value'}"
+            self.leave(f"{name} {word}".strip(), reason, word.line)
         return bool(word.unknown)
 
     def _forget(self, name: str) -> None:

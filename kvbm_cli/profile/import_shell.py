@@ -54,7 +54,7 @@ _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _HERE = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)")
 _TARGET = re.compile(r"(?:>|\btee\b)[ \t]*([^\s<>;|&-][^\s<>;|&]*)")
-_REMOTE = re.compile(r"(?<!\S)(?:\S*/)?(?:ssh|(?:kubectl|oc|docker|podman|nerdctl)\s(?:.*\s)?exec)\s")  # runs its input
+_CONTAINERS = frozenset({"kubectl", "oc", "docker", "podman", "nerdctl"})
 _FILED = re.compile(r"\b(?:cat|tee)\b")  # what makes a file of a here document
 _KEPT = re.compile(r"\\(?=[\"\n])")  # backslashes that are text in a here document
 _OPENS, _CLOSES = frozenset({"if", "while", "until", "for", "case"}), frozenset({"fi", "done", "esac"})
@@ -112,10 +112,11 @@ class CommandText:
         self.launches: list[Launch] = []
         self.left: dict[str, Left] = {}
         self.documents: list[HereDocument] = []
-        self.spent = spent  # characters that variables inserted
+        self.spent = spent  # characters that variables inserted, and those of the variables that it is given
         self.depth = depth  # texts around this one
         self.open_conditions = 0
         self.exports_all = False  # `set -a`
+        self._count(sum(len(name) + len(word) for name, word in (environment or {}).items()))
 
     def read(self, text: str, line: int) -> None:
         """Find the engines that the text starts; those of here documents are read if there is no other."""
@@ -156,7 +157,7 @@ class CommandText:
                 inside = "".join(f"{one}\n" for one in lines[at:end])
                 target = _TARGET.search(line)
                 name = target[1].rpartition("/")[2] if target is not None else ""
-                is_remote, is_quoted = _REMOTE.search(line) is not None and not _FILED.search(line), bool(match[1])
+                is_remote, is_quoted = _is_remote(line) and not _FILED.search(line), bool(match[1])
                 text = inside if is_quoted or is_remote else inside.replace("\\$", "$")
                 self.documents.append(HereDocument(name, Word(text, first + at), is_remote, is_quoted))
                 kept += [""] * (end + 1 - at)
@@ -371,6 +372,13 @@ class CommandText:
             if text != text_before and not text.startswith(f"{text_before} "):
                 value = [Word(marked(f"${name}"), getattr(next(iter(value), ""), "line", 0))]
         self.variables[name] = value
+
+
+def _is_remote(line: str) -> bool:
+    """Whether a command of this line runs its input on another machine or in a container."""
+    names = [word.rpartition("/")[2] for word in line.split()]
+    at = next((at for at, name in enumerate(names) if name in _CONTAINERS), len(names))
+    return "ssh" in names or "exec" in names[at:]
 
 
 def _is_script(words: Sequence[Word], at: int) -> bool:

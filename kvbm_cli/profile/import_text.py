@@ -18,7 +18,9 @@ _COMMENTS = re.compile(r"\\\n(?:[ \t]*(?:#[^\n]*)?\n)+")  # between the lines of
 _PAIR = re.compile(r"(\w+)[ \t]+(.*)", re.DOTALL)  # of ENV
 _QUOTE = re.compile(r"(?<!\\)['\"]")
 _UNIT = re.compile(r"^ExecStart\w*=(?:[^\\\n]|\\.)*", re.MULTILINE | re.DOTALL)  # a line of a unit of systemd
-_APOSTROPHE = re.compile(r"\"(?:\\.|[^\"\\])*\"|(?<=\w)'(?=\w)", re.DOTALL)  # in a word, or in double quotes
+_APOSTROPHE = re.compile(  # in a word; not in double quotes, which may be open
+    r"\"(?:\\.|[^\"\\])*(?:\"|\\?\Z)|(?<=\w)'(?=\w)", re.DOTALL
+)
 _AS_SHELL = tuple(  # a prompt, a unit of systemd
     (re.compile(pattern, re.MULTILINE), instead)
     for pattern, instead in (
@@ -60,8 +62,11 @@ def fenced(text: str, line: int = 1) -> list[tuple[str, int]]:
 
 def read_page(text: Word, environment: Mapping[str, Word]) -> list[Launch]:
     """Return every start of an engine in the scripts of a text."""
-    exported = dict(environment)
-    return [launch for one, line in fenced(text, text.line) for launch in read_text(one, line, exported).results()]
+    exported, spent, found = dict(environment), 0, list[Launch]()
+    for one, line in fenced(text, text.line):
+        spent = CommandText(exported, spent=spent).spent  # each block has the variables of those above it
+        found += read_text(one, line, exported).results()
+    return found
 
 
 def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
@@ -141,7 +146,9 @@ def _dockerfile(text: str, line: int) -> CommandText | None:
         if one[1] == "FROM":
             image, *name = [word for word in one[2].split() if not word.startswith("--")] or [""]
             image, below, inherited = stages.get(image.lower(), (image, CommandText(), {}))
-            script, parts, command = CommandText(below.environment()), dict(inherited), inherited.get("CMD")
+            spent = 0 if script is None else script.spent
+            script = CommandText(below.environment(), spent=spent)
+            parts, command = dict(inherited), inherited.get("CMD")
             stages["".join(name[1:]).lower()] = image, script, parts
         elif script is not None and one[1] == "ENV":
             pair = _PAIR.fullmatch(one[2])

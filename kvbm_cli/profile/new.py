@@ -16,7 +16,9 @@ from pathlib import Path
 
 from kvbm.config.document import Document, Mistake, parse_document, plain_values, together
 from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS
-from kvbm.config.layers import find, shipped_name
+from kvbm.config.files import real_path
+from kvbm.config.findings import Findings
+from kvbm.config.layers import files_with_parents, find, shipped_name
 from kvbm.config.load import Examined, written_by
 from kvbm.config.variables import other_variables
 from kvbm.engines.table import examine_written
@@ -76,6 +78,7 @@ def new_profile(
         hint = "add the options, or extend a profile with `--extends demo`; on a terminal, the command asks for them"
         raise UsageError(f"missing: {', and '.join(missing)}", hint=hint)
     written, expected = _examined(file, answers, overrides, parents)
+    _require_no_cycle(file, parents)
     references = [_reference(parent, file) for parent in parents]
     text = _text(written, expected, references)
     _require_equal(file, text, expected, parents)
@@ -174,13 +177,23 @@ def _examined(
     return written, examined
 
 
+def _require_no_cycle(file: Path, parents: Sequence[Path]) -> None:
+    findings = Findings()
+    files_with_parents(parents, [profiles_directory()], findings)
+    if real_path(file) in [real_path(Path(label)) for label in findings.labels]:
+        raise UsageError(f"`{file}` would extend itself", hint="choose another name for the new profile")
+
+
 def _reference(parent: Path, file: Path) -> str:
     """Return the value of `extends`: a path is relative to the new file."""
     if (name := shipped_name(parent, [profiles_directory()])) is not None:
         return name
     if parent.is_absolute():
         return str(parent)
-    relative = os.path.relpath(parent, file.parent)
+    place = real_path(file.parent)
+    relative = os.path.relpath(real_path(parent.parent) / parent.name, place)
+    if real_path(place / relative) != real_path(parent):
+        raise InvariantError(f"`{relative}` in `{place}` is not `{parent}`")
     return relative if relative.startswith("../") else f"./{relative}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shlex
 import stat
 from collections.abc import Iterator
@@ -77,7 +78,6 @@ def state_directory() -> Path:
         raise RuntimeError(NO_HOME) from None
 
 
-DRAFT_ATTEMPTS = 5
 HINTS = {
     errno.EFBIG: "check the maximum file size with `ulimit -f`",
     errno.EMFILE: "check the limit of open files with `ulimit -n`",
@@ -138,27 +138,20 @@ def no_temporary_file(error: OSError) -> EnvironmentProblem:
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replace a file atomically: writes a temporary file and renames it. Raises OSError."""
-    draft = path.with_name(f".{path.name}")
+    draft = path.with_name(f".kvbm-{secrets.token_hex(8)}.new")  # a name that no other file has
     try:
-        with open(_new_file(draft, mode), "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
-        draft.replace(path)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(text)
+            draft.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
     except OSError as error:
-        error.filename = error.filename or str(path)
-        with contextlib.suppress(OSError):
-            draft.unlink()
+        error.filename = str(path)
         raise
-
-
-def _new_file(path: Path, mode: int) -> int:
-    """Create a file, in place of one with this name: that may be a link, or a name of another user's file. Raises
-    OSError."""
-    for _ in range(DRAFT_ATTEMPTS):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        with contextlib.suppress(FileExistsError):  # another process writes the same file
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def write_new(file: Path, text: str) -> None:

@@ -63,6 +63,14 @@ def test_a_server_without_a_reset_or_a_tokenizer_is_known_as_such():
         assert client.try_tokenize("ab") == [97, 98]
 
 
+def test_too_few_tokens_are_an_error_and_not_a_missing_tokenizer():
+    with MockEngine(Options()) as engine:
+        client = Control(engine.url, "mock", headers={})
+        client._token_ids = lambda text: [1]
+        with pytest.raises(EngineError, match="returned 1 tokens for 1000 characters"):
+            client.try_tokenize("a" * 1000)
+
+
 class SglangCaches(FakeServer):
     """What empties the caches of SGLang 0.5.23: refused `refusals` times, as right after traffic."""
 

@@ -14,8 +14,8 @@ from experiments import FASTER, SIX, Experiment, Turns, in_turn, rewrite_lines, 
 from rich.console import Console
 from terminal import assert_entry
 
+from kvbm.engines import engine_kind
 from kvbm.engines.installation import Installation
-from kvbm.engines.vllm import kind as vllm_kind
 from kvbm.errors import UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
@@ -256,7 +256,7 @@ def test_the_block_that_a_connector_moves_from_g1_to_g2_with_a_drafter_is_named(
     monkeypatch, version, overrides, is_named
 ):
     installation = Installation(version, "vllm", None, has_kvbm=True)
-    monkeypatch.setattr(vllm_kind, "find", lambda *asked: installation)
+    monkeypatch.setattr(engine_kind, "find", lambda *asked: installation)
     found = caveats(profiles=["vllm-cpu-demo"], overrides=overrides)
     assert any(LOOKAHEAD in one for one in found) is is_named
 

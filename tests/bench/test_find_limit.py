@@ -303,6 +303,13 @@ def test_the_page_says_what_is_known_of_a_limit(low, high, text):
     assert ("Limit found" in page) == (text == "10 to 10.2")
 
 
+@pytest.mark.parametrize("machine", ["x", [1], 3, {"cpu": [1]}])
+def test_a_damaged_machine_is_left_out_of_the_page(machine):
+    arm = ArmLimit("kvbm", Bounds(1.0, 1.1), probes=3, compared=0, different=0)
+    found = {**FoundLimits((TTFT,), "small", 120, (arm,), "kvbm").to_json(), "machine": machine, "versions": machine}
+    assert "The summary does not name the machine." in limit_page(found, [], [])
+
+
 @pytest.mark.parametrize(("problem", "late_ms"), [("late", r"2\d\d"), ("lags", "90")])
 def test_a_client_that_was_late_forbids_an_answer(tmp_path, simulated, problem, late_ms):
     simulated.add(problem)

@@ -242,6 +242,15 @@ def test_every_chart_has_a_title_and_a_table(sample):
     assert [tag for tag, _ in page.elements].count("details") == len(kinds)
 
 
+def test_an_arm_without_costs_has_dashes_in_their_table(small):
+    cells = json.loads((small / "summary.json").read_text())["cells"]
+    cells[0]["arms"]["baseline"]["cost"] = None
+    change_summary(small, cells=cells)
+    lines = built(small).lines
+    table = lines[lines.index("Cost of the engine's processes\n") :]
+    assert table[2] == "baseline | – | – | – | – | – | – |\n"
+
+
 def test_name_of_a_run_cannot_leave_the_directory(small):
     content = (small / "runs.jsonl").read_text().replace("conversations.1.kvbm", "../../elsewhere")
     (small / "runs.jsonl").write_text(content)

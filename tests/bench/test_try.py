@@ -300,6 +300,8 @@ def test_a_free_gpu_is_measured_in_turn_with_pressure(tmp_path, monkeypatch, sta
 def test_an_engine_that_knows_its_g1_only_after_its_start(tmp_path, monkeypatch, state, capsys):
     """It takes the whole device, as on a GPU, and refuses a G1 that is too small or too large."""
     monkeypatch.setenv("GPU_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setattr(forecast, "_cpu_rate", lambda: 1e11)  # the forecast is the same on a slow or busy machine
+    monkeypatch.setattr(forecast, "load_average", lambda: 0.0)
     flags = ("--max-model-len", "1024", "--block-size", str(BLOCK))
     overrides = [f"engine.python={GPU_ENGINE}", "metrics.port=0"]
     words = ["vllm", "serve", "someone/a-model-elsewhere", *flags]
@@ -442,6 +444,15 @@ def test_a_variable_without_a_value_in_the_command_of_an_arm_is_listed(capsys):
     ]
 
 
+def test_what_the_command_of_a_refused_arm_does_not_set_is_named(capsys):
+    with pytest.raises(ProfileError, match=r"`engine.model` is missing"):
+        comparison_of(("vllm",), (), ("x=vllm serve $MODEL",))
+    assert (
+        capsys.readouterr().err
+        == "note: arm x: not carried over: `--model $MODEL` (line 1): the command does not set it\n"
+    )
+
+
 def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
     flag = "--kv-transfer-config"
     command = f"x=vllm serve Qwen/Qwen3-8B {flag}.kv_connector X {flag}.kv_connector_extra_config.a=5"
@@ -454,8 +465,8 @@ def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("lmcache=vllm serve 'x", "cannot read `command line`: line 1: a quote is not closed"),
-        ("lmcache=vllm serve $MODEL", "`engine.model`"),
+        ("lmcache=vllm serve 'x", "cannot read the command: line 1: a quote is not closed"),
+        ("vllm serve Qwen/Qwen3-8B \\", "the command ends with a backslash, and nothing follows"),
         ("vllm serve other/model", "`engine.model` is"),
         ("x=vllm serve Qwen/Qwen3-8B --kv-transfer-config {", "must be a JSON object"),
         ("echo vllm", "starts no engine"),

@@ -25,7 +25,7 @@ from kvbm_cli.doctor.probes.store import PREFIX, probe
 from kvbm_cli.store.directory_access import DirectoryAccess
 from kvbm_cli.store.inventory import open_inventory
 from kvbm_cli.system import leftovers
-from kvbm_cli.system.filesystem import remove_tree, write_atomically
+from kvbm_cli.system.filesystem import remove_tree
 
 NAME, LLAMA, OTHER = "ab" * 32, "aa" * 16, "cc" * 16
 COMMANDS = ("ls URL", "verify URL", "verify URL --delete-bad", "purge URL --yes")
@@ -284,17 +284,6 @@ def test_what_is_mounted_in_a_removed_tree_stays(tmp_path, backup):
     assert place.is_dir()
     leftovers._remove_tree(str(place.parent))
     assert not place.parent.exists()
-
-
-@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path)])
-def test_file_that_is_replaced_has_no_planted_draft(tmp_path, backup, plant):
-    """A draft that is opened as it is would truncate somebody's file."""
-    draft = tmp_path / ".report.json"
-    plant(draft, backup / "data" / "namespace.json")
-    write_atomically(tmp_path / "report.json", "new")
-    assert (tmp_path / "report.json").read_text() == "new"
-    assert not (tmp_path / "report.json").is_symlink()
-    assert not os.path.lexists(draft)
 
 
 @pytest.mark.usefixtures("way_to_open")

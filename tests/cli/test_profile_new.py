@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal import PROGRAM, assert_snapshot, environment, kvbm_here, typed
+from terminal import PROGRAM, Outcome, assert_snapshot, environment, kvbm_here, typed
 
 from kvbm.config.connector import as_upstream, resolve_connector
 from kvbm.config.document import parse_document, plain_values
@@ -34,6 +34,37 @@ def _uncommented(line: str) -> str:
     stripped = line.lstrip(" ")
     offers = stripped.startswith("#") and not stripped.startswith("# ") and "  #" not in stripped
     return line.replace("#", "", 1) if offers else line
+
+
+@pytest.mark.parametrize(
+    ("file", "parent"), [("d/mine.yaml", "up.yaml"), ("mine.yaml", "d/up.yaml"), ("d/mine.yaml", "d/up.yaml")]
+)
+def test_extends_names_the_parent_also_through_links_of_directories(tmp_path: Path, file: str, parent: str) -> None:
+    (tmp_path / "far/away").mkdir(parents=True)
+    (tmp_path / "d").symlink_to("far/away")
+    assert kvbm_here("profile", "new", parent, *NEEDED, home=tmp_path).exit_code == 0
+    assert kvbm_here("profile", "new", file, "--extends", f"./{parent}", home=tmp_path).exit_code == 0
+    assert kvbm_here("profile", "check", file, home=tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize("parent", ["mine.yaml", "child.yaml", "link.yaml"])
+def test_a_profile_never_extends_itself(tmp_path: Path, parent: str) -> None:
+    assert kvbm_here("profile", "new", "mine.yaml", *NEEDED, home=tmp_path).exit_code == 0
+    (tmp_path / "child.yaml").write_text("extends: ./mine.yaml\n")
+    (tmp_path / "link.yaml").symlink_to("mine.yaml")
+    before = (tmp_path / "mine.yaml").read_text()
+    outcome = kvbm_here("profile", "new", "mine.yaml", "--force", "--extends", parent, home=tmp_path)
+    hint = "choose another name for the new profile"
+    assert outcome == Outcome(2, "", f"error: `mine.yaml` would extend itself\n\nhint: {hint}\n")
+    assert (tmp_path / "mine.yaml").read_text() == before
+
+
+def test_an_overwritten_profile_is_the_only_file_that_changes(tmp_path: Path) -> None:
+    for name in ("mine.yaml", ".mine.yaml"):
+        (tmp_path / name).write_text("my notes")
+    assert kvbm_here("profile", "new", "mine.yaml", *NEEDED, "--force", home=tmp_path).exit_code == 0
+    assert (tmp_path / ".mine.yaml").read_text() == "my notes"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.yaml", "mine.yaml"]
 
 
 ANSWERS = "embedded\nsynthetic:tinny\nsynthetic:tiny\n\n\n\n12\n1GiB\nrelative\n\n99999\n\n"

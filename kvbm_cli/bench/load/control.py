@@ -57,23 +57,30 @@ class Control:
 
     def tokenize(self, text: str) -> list[int]:
         """EngineError if the answer is not that of a tokenizer: callers repeat with longer text to get more tokens."""
+        return self._require_enough(self._token_ids(text), text)
+
+    def try_tokenize(self, text: str) -> list[int] | None:
+        """`None` if the server has no `/tokenize` that answers like vLLM's. EngineError for too few tokens."""
+        try:
+            tokens = self._token_ids(text)
+        except EngineError:
+            return None
+        return self._require_enough(tokens, text)
+
+    def _token_ids(self, text: str) -> list[int]:
         content = {"model": self._model, "prompt": text, "add_special_tokens": False}
         tokens = self._call("POST", "/tokenize", content=content).fields().get("tokens")
         if not isinstance(tokens, list) or not all(type(one) is int for one in tokens):
             raise EngineError(f"{self._base_url}/tokenize returned {shown_json(tokens)} instead of a list of token ids")
+        return tokens
+
+    def _require_enough(self, tokens: list[int], text: str) -> list[int]:
         if len(tokens) * CHARACTERS_PER_TOKEN < len(text):
             raise EngineError(
                 f"{self._base_url}/tokenize returned {len(tokens)} tokens for {len(text)} characters of English words, "
                 f"which is less than one per {CHARACTERS_PER_TOKEN} characters: it is not the tokenizer of a model"
             )
         return tokens
-
-    def try_tokenize(self, text: str) -> list[int] | None:
-        """`None` if the server has no `/tokenize` that answers like vLLM's."""
-        try:
-            return self.tokenize(text)
-        except EngineError:
-            return None
 
     def try_reset(self) -> bool:
         """Whether the server has an endpoint that empties its cache, which is empty afterwards."""

@@ -21,11 +21,13 @@ from kvbm_cli.bench.show.page import FILE_NAME, document, write_page
 
 def build_limit_report(path: Path) -> Path:
     """Write report.html of a search, and return its path. UsageError if a file of it is missing or damaged."""
+    from jinja2 import UndefinedError
+
     directory = BenchDirectory(path)  # without the notes of those who have read other files
     found, probes = directory.read_json(LIMIT), list(directory.lines(PROBES))
     try:
         content = limit_page(found, probes, directory.notes)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, UndefinedError) as error:
         raise UsageError(f"{directory.path} has no result of `--find-limit` that can be read: {error!r}") from None
     return write_page(path / FILE_NAME, content)
 
