@@ -476,6 +476,31 @@ def test_a_write_that_finds_no_room_is_not_tried_again_in_the_same_step(tmp_path
         assert len(walks) == 2
 
 
+def test_a_write_that_finds_room_looks_for_the_due_blocks_once_in_a_step_and_counts_what_was_written_since(
+    tmp_path, monkeypatch
+):
+    with Offloading(tmp_path, disk_blocks=0, host_blocks=16, shared=f"file://{tmp_path}/objects") as rig:
+        leader, walks = rig.tier._leader, []
+        shared = leader._asked_tiers[0]
+        until(rig, lambda: shared.is_on)
+        keys = [key_of(number) for number in range(20)]
+        due_blocks = shared.due_blocks
+        monkeypatch.setattr(shared, "_begin_writes", lambda: None)
+        monkeypatch.setattr(shared, "due_blocks", lambda: walks.append(1) or due_blocks())
+        leader.step()
+        loans = []
+        for one in range(0, 20, 4):
+            question = leader.write(keys[one : one + 4], loans.append, waits_for_shared=True)
+            next(question)
+            if len(loans) * 4 > one:
+                loans[-1].is_over = True
+                assert list(question) == []
+            else:
+                question.close()
+        assert (len(loans), len(walks)) == (4, 1)
+        assert leader.readable(keys) == 16
+
+
 def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
