@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,27 @@ def test_blocks_outlive_the_engine(tmp_path):
         rig.store(FIRST)
     with Offloading(tmp_path) as rig:
         assert rig.load(FIRST) == 8
+
+
+def copying_threads() -> int:
+    return sum(one.name.startswith("kvbm-copy") for one in threading.enumerate())
+
+
+def test_a_tier_whose_copying_threads_cannot_be_started_does_not_start(tmp_path, monkeypatch):
+    before, start = copying_threads(), threading.Thread.start
+
+    def start_one(thread):
+        if thread.name.startswith("kvbm-copy") and copying_threads() > before:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(EnvironmentProblem, match="2 threads that copy blocks cannot be started: can't start new"):
+            secondary_tier._copying_threads()
+    assert copying_threads() == before
+    with Offloading(tmp_path):
+        assert copying_threads() == before + 2
 
 
 def test_a_group_of_the_cache_is_part_of_the_key(rig):
