@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm_server import stopped_disk
 
 from kvbm.child import deadlines
-from kvbm.engines import storage_opening
+from kvbm.config import schema
 from kvbm.engines.vllm import secondary_tier, weight_updates
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import storage_leader
@@ -441,7 +441,7 @@ def test_two_engines_share_blocks(tmp_path, url, disk_blocks):
 
 @pytest.mark.parametrize("disk_blocks", [400, 0], ids=["disk", "no disk"])
 def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(tmp_path, monkeypatch, disk_blocks):
-    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 0)
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 60.0)
     keys = [key_of(number) for number in range(128)]
     host_blocks = None if disk_blocks else 16
@@ -470,7 +470,7 @@ def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(t
 def test_the_memory_above_a_shared_store_has_a_number_of_bytes_unless_it_is_set(
     tmp_path, monkeypatch, disk_blocks, host, slots
 ):
-    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 16 << 20)
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 16 << 20)
     with Offloading(tmp_path, disk_blocks=disk_blocks, host=host, shared=f"file://{tmp_path}/objects") as rig:
         assert len(rig.tier._segment.payload) == slots
 
@@ -524,7 +524,7 @@ def test_a_write_that_finds_room_looks_for_the_due_blocks_once_in_a_step_and_cou
 
 
 def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 0)
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
     keys = [key_of(number) for number in range(128)]
     with Offloading(tmp_path, rows=128, disk_blocks=400, shared=f"file://{tmp_path}/objects") as rig:
