@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -326,15 +326,14 @@ class StorageLeader(EngineTiers):
                 tier.used(hashes, len(hashes), b"")
         if self._due is not None:
             self.host.store.touch(hashes)
-            self._due |= self.host.store.registered_of(set(hashes))
+            self._due |= self._due_for_shared_only(hashes)
 
     def _reserve(self, count: int, *, keeps_due: bool) -> Reservation | None:
         """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on. With
         `keeps_due`, the shared tier is one of those."""
         if not self.is_on or (keeps_due and count >= self._refused_blocks):
             return None
-        unwritten = [blocks for tier in self.host.listeners if (blocks := tier.unwritten_blocks(count)) is not None]
-        room = self.host.store.available - max(unwritten, default=0)
+        room = self.host.store.available - len(self._unwritten())
         if count <= room and keeps_due:
             room -= len(self._kept_for_shared())
         if count > room:
@@ -343,14 +342,23 @@ class StorageLeader(EngineTiers):
         return self.host.reserve(count, keeps_unwritten=True)
 
     def _kept_for_shared(self) -> set[bytes]:
-        """Return the blocks in G2 that the shared store has still to take. The first call of a step finds them, and
-        makes them recent, so that others are evicted first."""
+        """Return the blocks in G2 that the shared store has still to take, without those that the disk has to take too.
+        The first call of a step finds them, and makes them recent, so that others are evicted first."""
         if self._due is None:
             pieces = (piece for tier in self._asked_tiers for piece in tier.due_blocks())
             due = list(dict.fromkeys(itertools.chain.from_iterable(pieces)))
-            self._due = self.host.store.registered_of(set(due))
+            self._due = self._due_for_shared_only(due)
             self.host.store.touch(due)
         return self._due
+
+    def _due_for_shared_only(self, due: Sequence[bytes]) -> set[bytes]:
+        unwritten = self._unwritten()
+        return {one for one in self.host.store.registered_of(set(due)) if one not in unwritten}
+
+    def _unwritten(self) -> Collection[bytes]:
+        """Return the blocks in G2 that the disk has still to write, if G2 is a buffer."""
+        found = (tier.unwritten_blocks(0) for tier in self.host.listeners)
+        return next((blocks for blocks in found if blocks is not None), ())
 
     def _filled(self, target: Reservation, loan: Loan, lend: Lend) -> Question[None]:
         try:

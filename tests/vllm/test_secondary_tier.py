@@ -523,6 +523,30 @@ def test_a_write_that_finds_room_looks_for_the_due_blocks_once_in_a_step_and_cou
         assert leader.readable(keys) == 16
 
 
+def test_a_block_that_disk_and_shared_store_have_still_to_take_needs_one_slot(tmp_path, monkeypatch):
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        leader, loans = rig.tier._leader, []
+        disk, shared = leader.lower_tiers
+        until(rig, lambda: disk.is_on and shared.is_on)
+        for tier in (disk, shared):
+            monkeypatch.setattr(tier, "_begin_writes", lambda: None)
+        leader.step()
+        for begin in range(0, 64, 16):
+            keys = [key_of(number) for number in range(begin, begin + 16)]
+            question = leader.write(keys, loans.append, waits_for_shared=True)
+            next(question)
+            assert len(loans) == begin // 16 + 1
+            loans[-1].is_over = True
+            assert list(question) == []
+        assert leader.host.store.free == 0
+        question = leader.write([key_of(64)], loans.append, waits_for_shared=True)
+        next(question)
+        question.close()
+        assert len(loans) == 4
+        monkeypatch.undo()
+
+
 def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
