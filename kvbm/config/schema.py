@@ -180,6 +180,8 @@ class SharedTierSection(Section):
 
 
 BOUNCE_BLOCKS = 64
+SHARED_BUFFER_BYTES = 512 << 20  # 2 GB/s, if a block waits for 0.25 s until the shared store has it
+SHARED_BUFFER_BLOCKS = 4096  # at most
 
 
 class Tiers(Section):
@@ -228,6 +230,17 @@ class Tiers(Section):
     def host_memory(self) -> HostTierSection:
         """Return G2, or a small buffer for the transfers of the disk tier if there is no host tier."""
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
+
+    def memory_below_engine(self, block_bytes: int) -> HostTierSection:
+        """Return G2 below an engine with host memory of its own. `block_bytes` is the size of a block over all ranks.
+
+        Without a host tier of kvbm, blocks pass through it, and stay in it until a shared store has them.
+        """
+        host = self.host_memory()
+        if self.shared is None or (self.host is not None and not self.are_below_engine):
+            return host
+        blocks = host.blocks or (host.capacity_bytes or 0) // block_bytes
+        return HostTierSection(blocks=max(blocks, min(SHARED_BUFFER_BLOCKS, SHARED_BUFFER_BYTES // block_bytes)))
 
 
 class OffloadSection(Section):

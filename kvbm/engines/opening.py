@@ -89,6 +89,7 @@ def _opened(
     phases_s = {"memory": max(segment.ready_s for segment in engine.segments)}
     with _timed(phases_s, "map"):
         region = Region.map(engine.segments)
+    tiers: list[BegunTier] = []
     try:
         settings = LeaderSettings.of(config, engine.segments, engine.traits, g1_blocks=engine.g1_blocks)
         with _timed(phases_s, "tiers"):
@@ -96,6 +97,8 @@ def _opened(
         with _timed(phases_s, "blocks"):
             leader = create(region, settings, callbacks, [open_tier for _, open_tier in tiers])
     except BaseException:
+        for service, _ in tiers:
+            service.close(0.0)
         region.close()
         raise
     leader.facts.startup_s.update(phases_s)

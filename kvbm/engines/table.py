@@ -108,7 +108,7 @@ def size(
     knows the layout of the model's cache.
     """
     device = kind_of(profile).device(profile, model_config, Place(environment or {}, on_cpu), wanted)
-    return sizing_of(device, profile.tiers)
+    return sizing_of(device, profile.tiers, keeps_host_memory=profile.engine.keeps_host_memory)
 
 
 def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:

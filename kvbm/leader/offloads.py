@@ -122,7 +122,7 @@ class Offloads:
         them. None if the chain passes through to none, so that it has to fit into G2."""
         for tier in self._host.listeners:
             if (unwritten := tier.unwritten_blocks(end)) is not None:
-                return unwritten
+                return len(unwritten)
         return None
 
     def advance(self, progress: OffloadProgress, hashes: Sequence[bytes], block_ids: Sequence[int], end: int) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -95,6 +95,7 @@ class StorageLeader(EngineTiers):
         self._arrived: set[Fetch] = set()
         self._numbers = itertools.count(1)
         self._refused_blocks = sys.maxsize  # the fewest slots for which a write has found no room in this step
+        self._due: set[bytes] | None = None  # of this step, see `_kept_for_shared`
 
     @property
     def is_on(self) -> bool:
@@ -107,7 +108,7 @@ class StorageLeader(EngineTiers):
     def step(self) -> None:
         """Start the writes that are due, note what has ended, and advance what an operator asks."""
         self.control.advance()
-        self._refused_blocks = sys.maxsize
+        self._refused_blocks, self._due = sys.maxsize, None
         for tier in self.lower_tiers:
             tier.step(computes=False)
             self._arrived.update(tier.settle())
@@ -323,23 +324,41 @@ class StorageLeader(EngineTiers):
         if self.is_on and hashes:
             for tier in self.lower_tiers:
                 tier.used(hashes, len(hashes), b"")
+        if self._due is not None:
+            self.host.store.touch(hashes)
+            self._due |= self._due_for_shared_only(hashes)
 
     def _reserve(self, count: int, *, keeps_due: bool) -> Reservation | None:
         """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on. With
         `keeps_due`, the shared tier is one of those."""
         if not self.is_on or (keeps_due and count >= self._refused_blocks):
             return None
-        unwritten = [blocks for tier in self.host.listeners if (blocks := tier.unwritten_blocks(count)) is not None]
-        room = self.host.store.available - max(unwritten, default=0)
-        due: set[bytes] = set()
-        if keeps_due and count <= room:
-            pieces = (piece for tier in self._asked_tiers for piece in tier.due_blocks())
-            due = self.host.store.registered_of(set().union(*pieces))
-        if count > room - len(due):
+        room = self.host.store.available - len(self._unwritten())
+        if count <= room and keeps_due:
+            room -= len(self._kept_for_shared())
+        if count > room:
             self._refused_blocks = min(count, self._refused_blocks)
             return None
-        self.host.store.touch(list(due))
         return self.host.reserve(count, keeps_unwritten=True)
+
+    def _kept_for_shared(self) -> set[bytes]:
+        """Return the blocks in G2 that the shared store has still to take, without those that the disk has to take too.
+        The first call of a step finds them, and makes them recent, so that others are evicted first."""
+        if self._due is None:
+            pieces = (piece for tier in self._asked_tiers for piece in tier.due_blocks())
+            due = list(dict.fromkeys(itertools.chain.from_iterable(pieces)))
+            self._due = self._due_for_shared_only(due)
+            self.host.store.touch(due)
+        return self._due
+
+    def _due_for_shared_only(self, due: Sequence[bytes]) -> set[bytes]:
+        unwritten = self._unwritten()
+        return {one for one in self.host.store.registered_of(set(due)) if one not in unwritten}
+
+    def _unwritten(self) -> Collection[bytes]:
+        """Return the blocks in G2 that the disk has still to write, if G2 is a buffer."""
+        found = (tier.unwritten_blocks(0) for tier in self.host.listeners)
+        return next((blocks for blocks in found if blocks is not None), ())
 
     def _filled(self, target: Reservation, loan: Loan, lend: Lend) -> Question[None]:
         try:

@@ -20,6 +20,7 @@ from kvbm.host import threads
 BACKLOG = 128
 MAX_CLIENTS = 128
 CLIENT_TIMEOUT_S = 2.0
+PAUSE_S = 0.5  # after a client could not be accepted
 PIECE_BYTES = 1 << 16
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class BoundedServer:
         self._loop = self._runner.get_loop()
         self._loop.set_exception_handler(lambda _, what: log.debug("kvbm: %s", what))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        listening.setblocking(False)
         try:
             threads.start(self._thread)
         except RuntimeError:
@@ -66,20 +68,44 @@ class BoundedServer:
             self._runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._attend, sock=self._listening, limit=self._most_bytes, backlog=BACKLOG)
+        self._loop.add_reader(self._listening, self._accept)
         await self._stop.wait()
-        server.close()
+        self._loop.remove_reader(self._listening)
 
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task: Any = asyncio.current_task()
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listening.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptors; the client stays in the queue, and the selector would return it at once
+            self._make_room()
+            self._loop.remove_reader(self._listening)
+            self._loop.call_later(PAUSE_S, self._loop.add_reader, self._listening, self._accept)
+            return
+        client.setblocking(False)
+        task = self._loop.create_task(self._attend(client))
+        task.add_done_callback(lambda task: self._forget(task, client))
         self._unfinished[task] = None
         if len(self._unfinished) + len(self._answering) > MAX_CLIENTS:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        if self._unfinished:
             oldest = next(iter(self._unfinished))
             del self._unfinished[oldest]
             oldest.cancel()
+
+    def _forget(self, task: asyncio.Task[None], client: socket.socket) -> None:
+        self._answering.discard(task)
+        self._unfinished.pop(task, None)
+        client.close()
+
+    async def _attend(self, client: socket.socket) -> None:
+        task: Any = asyncio.current_task()
+        reader, writer = await asyncio.open_connection(sock=client, limit=self._most_bytes)
         try:
             async with asyncio.timeout(CLIENT_TIMEOUT_S):
-                answer = await self.request(reader, writer.get_extra_info("socket"))
+                answer = await self.request(reader, client)
             if answer is not None:
                 self._unfinished.pop(task, None)
                 self._answering.add(task)
@@ -93,6 +119,4 @@ class BoundedServer:
                     writer.close()
                     await writer.wait_closed()
         finally:
-            self._answering.discard(task)
-            self._unfinished.pop(task, None)
             writer.transport.abort()

@@ -85,7 +85,8 @@ class TierSize:
 class Sizing:
     """`block_bytes` is the largest part of a block on one rank, `stored_bytes` the whole block in G2 and G3, padding
     included; `device` is None if the engine determines it. `sequence_blocks` are the blocks of a sequence in G2 and G3,
-    including those of its `snapshot` if the model has states."""
+    including those of its `snapshot` if the model has states. `buffer_bytes`: of kvbm, below host memory of an engine
+    that is G2."""
 
     block_bytes: int
     block_tokens: int
@@ -101,6 +102,7 @@ class Sizing:
     group_count: int = 1
     snapshot: SnapshotSize | None = None
     attention_backend: str | None = None
+    buffer_bytes: int = 0
 
     def rank_bytes(self, tier: TierSize) -> int:
         """Bytes of a tier on the rank with the largest part."""
@@ -112,18 +114,23 @@ class Sizing:
         return blocks * self.stored_bytes
 
 
-def sizing_of(device: Device, tiers: Tiers) -> Sizing:
-    """Compute the sizes of all tiers. ProfileError if host memory or disk holds no block.
+def sizing_of(device: Device, tiers: Tiers, *, keeps_host_memory: bool = False) -> Sizing:
+    """Compute the sizes of all tiers. ProfileError if host memory or disk holds no block. `keeps_host_memory`: the
+    engine has its own besides G2.
 
     Every part of a block has an equal share of the host capacity, so the largest part limits the number of blocks. Each
     rank has a part, or several ranks with equal KV have one together. On disk, the parts are stored together.
     """
-    host = tiers.host_memory()
     parts = device.rank_block_bytes[:: device.replica_count]
     slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in parts]
-    host_blocks = host.blocks or (host.capacity_bytes or 0) // (max(slots) * len(slots))
+    stored_bytes = max(slots) * len(slots)
+    host = tiers.memory_below_engine(stored_bytes) if keeps_host_memory else tiers.host_memory()
+    buffer_blocks = 0
+    if tiers.are_below_engine:
+        buffer_blocks = tiers.model_copy(update={"host": None}).memory_below_engine(stored_bytes).blocks or 0
+    host_blocks = host.blocks or (host.capacity_bytes or 0) // stored_bytes
     if host_blocks == 0:
-        required = exact_size(max(slots) * len(slots))
+        required = exact_size(stored_bytes)
         raise ProfileError(
             f"host memory of {exact_size(host.capacity_bytes or 0)} is too small: one block requires {required}",
             hint="raise `tiers.host.capacity`",
@@ -135,7 +142,7 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
         device=_device_tier(device),
         host=_tier(Tier.HOST, host_blocks, host_blocks * sum(slots), device, host),
         disk=None if tiers.disk is None else _disk_tier(device, sum(slots), tiers.disk),
-        stored_bytes=max(slots) * len(slots),
+        stored_bytes=stored_bytes,
         token_bytes=device.token_bytes,
         sequence_tokens=device.sequence_tokens,
         sequence_blocks=device.stored_sequence_blocks or device.sequence_blocks,
@@ -143,6 +150,7 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
         group_count=device.group_count,
         snapshot=device.snapshot,
         attention_backend=device.attention_backend,
+        buffer_bytes=buffer_blocks * stored_bytes,
     )
 
 

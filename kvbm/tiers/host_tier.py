@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -65,8 +65,8 @@ class HostListener:
         """Note that a request has these blocks of host memory, so that their tenant is known."""
         return
 
-    def unwritten_blocks(self, end: int) -> int | None:
-        """Return how many blocks a chain of `end` blocks must not evict, because they still have to be written.
+    def unwritten_blocks(self, end: int) -> Collection[bytes] | None:
+        """Return which blocks a chain of `end` blocks must not evict, because they still have to be written.
 
         None if the chain does not pass through host memory to this tier, so that it has to fit into host memory.
         """

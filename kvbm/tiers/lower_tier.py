@@ -186,7 +186,8 @@ class AskedTier(LowerTier):
 
     @abstractmethod
     def due_blocks(self) -> Iterator[Sequence[bytes]]:
-        """Yield in pieces the blocks that may still have to be written, and whose write has not begun. Some repeat."""
+        """Yield in pieces the blocks that may still have to be written, and whose write has not begun, the newest piece
+        first. Some repeat. Leaves out those that newer ones have driven out of host memory."""
 
 
 OpenTier = Callable[[TierContext], LowerTier]

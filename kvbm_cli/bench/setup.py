@@ -164,7 +164,7 @@ def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
         needed = round(HEADROOM * working_set_tokens)
         held = sizing.device.block_count // sizing.group_count * sizing.block_tokens
         return sizing.device.total_bytes * max(needed, held) // held
-    return sizing.device.total_bytes + (sizing.host.total_bytes if arm.has_kvbm else 0)
+    return sizing.device.total_bytes + (sizing.host.total_bytes + sizing.buffer_bytes if arm.has_kvbm else 0)
 
 
 def _memory(byte_count: int | None) -> str:

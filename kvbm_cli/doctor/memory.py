@@ -145,8 +145,8 @@ def tier_checks(context: DoctorContext) -> Iterator[Check]:
     if not found and (tiers := tiers_of(resolved, sizing)):
         tokens = {name: tier.token_count for name, tier in tiers.items()}
         yield ok("order", f"tokens: {', '.join(f'{name} {count:,}' for name, count in tokens.items())}", **tokens)
-    kind = kind_of(resolved.profile)
+    kind, buffer = kind_of(resolved.profile), f"a buffer of {format_size(sizing.host.total_bytes)}"
     if resolved.profile.tiers.host is None and kind.own_memory(resolved.profile, None) is not None:
-        yield ok("G2", f"{kind.traits.title}'s own host memory; pages pass through a small buffer of kvbm")
+        yield ok("G2", f"{kind.traits.title}'s own host memory; pages pass through {buffer} of kvbm")
     elif resolved.profile.tiers.host is None:
-        yield warning("G2", "no host tier: every block passes through a small buffer", "set `tiers.host.capacity`")
+        yield warning("G2", f"no host tier: every block passes through {buffer}", "set `tiers.host.capacity`")

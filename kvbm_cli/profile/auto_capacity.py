@@ -127,10 +127,11 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
     room, living = memory.room(), living_runs()
     pending = pending_memory(living, memory=memory) + pending_of_engines(memory)
     margin = margin_of(room.available_bytes)
-    spare = room.available_bytes - pending - margin - (own or 0)
-    least_bytes, block_bytes = LEAST_BYTES, 1
+    least_bytes, block_bytes, buffers = LEAST_BYTES, 1, 0
     if least is not None:
+        buffers = least.buffer_bytes * copies
         least_bytes, block_bytes = least.host.total_bytes, least.stored_bytes
+    spare = room.available_bytes - pending - margin - (own or 0) - buffers
     least_bytes = max(block_bytes, min(least_bytes, (room.available_bytes - pending) // (2 * copies)))
     title = kind_of(profile).traits.title
     limits = [room.limit, *([] if memory.has_limit() else ["no memory limit is known"])]
@@ -148,6 +149,7 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
         return ChosenCapacity(max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free")
     parts += [f"- {format_size(pending)} for starting engines"] if pending else []
     parts += [f"- {format_size(own)} for {title} itself"] if own else []
+    parts += [f"- {format_size(buffers)} for the buffer below it"] if buffers else []
     parts.append(f"- a margin of {format_size(margin)}")
     parts += [f"for {copies} engines"] if copies > 1 else []
     each = _rounded(spare // copies)

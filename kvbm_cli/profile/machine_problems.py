@@ -71,9 +71,9 @@ def _problems(checks: Sequence[Check]) -> list[Check]:
 
 
 def memory_bytes(tiers: Tiers, sizing: Sizing | SizeUnknown | None, copies: int) -> int | None:
-    """Return the host memory for blocks (G2) of this many engines, None if it is unknown."""
+    """Return the host memory for blocks (G2) of this many engines, buffers included, None if it is unknown."""
     if isinstance(sizing, Sizing):
-        return sizing.host.total_bytes * copies
+        return (sizing.host.total_bytes + sizing.buffer_bytes) * copies
     host = tiers.host
     if host is None or host.is_auto or host.blocks is not None or host.capacity_bytes is None:
         return None

@@ -87,13 +87,13 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
 
 
 @contextmanager
-def stopped(rig):
-    os.kill(rig.tier.pid, signal.SIGSTOP)
+def stopped(pid: int):
+    os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
         with suppress(ProcessLookupError):
-            os.kill(rig.tier.pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
 
 
 def has_ended(pid: int) -> bool:
@@ -202,7 +202,7 @@ def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: P
     with opened(tmp_path) as rig:
         rig.write(range(5), range(5))
     with opened(tmp_path) as rig:
-        with stopped(rig):
+        with stopped(rig.tier.pid):
             started = time.monotonic()
             assert rig.tier.recovered() is None
             assert time.monotonic() - started < 5 * deadlines.ANSWER_LIMIT_S
@@ -218,7 +218,7 @@ def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -
 
 
 def test_the_answer_to_one_clear_is_none_to_the_next_one(tmp_path: Path) -> None:
-    with opened(tmp_path) as rig, stopped(rig):
+    with opened(tmp_path) as rig, stopped(rig.tier.pid):
         rig.tier.clear()
         rig.tier.clear()
         rig.tier._handle(Cleared(1))
@@ -376,7 +376,7 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as rig:
         rig.write(range(4), range(4))
-        with stopped(rig):
+        with stopped(rig.tier.pid):
             started = time.monotonic()
             tickets = [rig.start_read([1], [1], [1]), rig.start_write([9], [9], [9])]
             assert rig.tier.is_on
@@ -401,7 +401,7 @@ def test_close_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path, 
     with opened(tmp_path) as rig:
         rig.write([1], [0])
         pid = rig.tier.pid
-        with stopped(rig):
+        with stopped(rig.tier.pid):
             rig.start_read([1], [0], [0])
             if is_noticed:
                 rig.wait_until(lambda: not rig.tier.is_on)

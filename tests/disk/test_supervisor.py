@@ -194,7 +194,7 @@ def test_clear_of_a_process_that_has_ended_is_kept(tmp_path: Path, persist: bool
 def test_clear_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1, 2], [0, 1])
-        with stopped(rig):
+        with stopped(rig.tier.process.pid):
             started = time.monotonic()
             with pytest.raises(EnvironmentProblem, match=r"not cleared durably yet: no answer in 2 s"):
                 rig.tier.clear()
@@ -215,7 +215,7 @@ def test_clear_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) 
 def test_write_in_flight_at_a_clear_that_comes_late_is_cleared(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
-        with stopped(rig):
+        with stopped(rig.tier.process.pid):
             in_flight = rig.start_write([2], [1], [1])
             with pytest.raises(EnvironmentProblem):
                 rig.tier.clear(0.1)
@@ -228,7 +228,7 @@ def test_write_in_flight_at_a_clear_that_comes_late_is_cleared(tmp_path: Path) -
 def test_clear_that_was_not_durable_is_repeated_by_the_next_process(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
-        with stopped(rig):
+        with stopped(rig.tier.process.pid):
             with pytest.raises(EnvironmentProblem, match="not cleared durably yet"):
                 rig.tier.clear(0.1)
             kill(rig)
@@ -259,7 +259,7 @@ def test_a_killed_engine_whose_weights_have_changed_leaves_nothing_that_was_not_
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
         superblock = rig.tier.process.path / "superblock"
-        with stopped(rig):
+        with stopped(rig.tier.process.pid):
             with pytest.raises(EnvironmentProblem):
                 rig.tier.clear(0.1, ends_persistence=True)
             rig.wait_until(lambda: not superblock.exists())
@@ -273,7 +273,7 @@ def test_a_killed_engine_whose_weights_have_changed_leaves_nothing_that_was_not_
 def test_clear_of_a_stopped_process_is_done_when_the_engine_ends(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
-        with stopped(rig):
+        with stopped(rig.tier.process.pid):
             with pytest.raises(EnvironmentProblem):
                 rig.tier.clear(0.1)
             started = time.monotonic()
@@ -297,7 +297,7 @@ def test_process_that_does_not_answer_is_used_again_and_has_all_its_blocks(tmp_p
     with lasting(tmp_path) as rig:
         rig.write(range(8), range(8))
         pid = rig.tier.process.pid
-        with stopped(rig):
+        with stopped(rig.tier.process.pid):
             ticket = rig.start_read([1, 2], [1, 2], [1, 2])
             rig.wait_until(lambda: not rig.tier.is_on)
         assert rig.wait(ticket).is_good == (True, True)

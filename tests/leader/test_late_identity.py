@@ -13,11 +13,12 @@ from waiting import eventually
 
 from kvbm.child import deadlines, service
 from kvbm.config.schema import ConnectorConfig
-from kvbm.engines.opening import EngineAtStart, namespace_of, open_tiers
+from kvbm.engines import opening
+from kvbm.engines.opening import EngineAtStart, namespace_of, open_storage_leader, open_tiers
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
-from kvbm.tiers.settings import EngineTraits, LeaderSettings
+from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 
 LIMIT_S = 20.0
 FACTS = {"engine": "e", "model": "m"}
@@ -167,3 +168,17 @@ def test_no_process_remains_if_a_setting_of_one_of_the_tiers_is_wrong(tmp_path, 
         opened(tmp_path, segments, "disk", "shared", identity=identified(), space={"capacity": "4096B"})
     assert len(children) == 2
     eventually(lambda: all(child.poll() is not None for child in children))
+
+
+def test_no_process_remains_if_the_leader_cannot_be_created(tmp_path, segments, children, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(opening, "SharedTier", fail)
+    disk = {"blocks": 8, "directory": str(tmp_path / "disk")}
+    shared = {"url": f"file://{tmp_path}/store", "protection": "none"}
+    config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}, "disk": disk, "shared": shared}})
+    with pytest.raises(MemoryError) as raised:  # its traceback would keep the channels open
+        open_storage_leader(config, EngineAtStart(segments, EngineTraits(16), 8, identified), LeaderCallbacks(len, len))
+    assert len(children) == 2
+    assert all(child.poll() is not None for child in children), raised

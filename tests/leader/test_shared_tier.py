@@ -153,6 +153,14 @@ def test_a_run_whose_last_block_is_still_on_its_way_to_host_memory_is_written_wh
     assert names(rig.store) == {hashes[1]}
 
 
+def test_no_more_blocks_are_due_than_host_memory_holds_the_newest_first(rig):
+    shared = rig.shared_tier
+    chains = [chain(name, 6) for name in "abcd"]
+    for hashes in chains:
+        shared.used(hashes, 6, b"")
+    assert [list(piece) for piece in shared.due_blocks()] == [chains[3], chains[2][4:]]
+
+
 def test_blocks_that_have_left_host_memory_are_not_written():
     rig = make(slots=4)
     rig.fill("a", 4)

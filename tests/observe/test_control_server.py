@@ -410,3 +410,14 @@ def test_the_oldest_unfinished_client_goes_first_and_no_client_takes_a_thread(se
             client.recv(1)
     for client in silent:
         client.close()
+
+
+def test_clients_that_connect_without_a_pause_take_few_descriptors(served):
+    code = "import socket, sys; kept = []\nfor _ in range(900):\n    one = socket.socket(socket.AF_UNIX)\n"
+    code += "    one.connect(sys.argv[1])\n    kept.append(one)\n"
+    before, most = len(os.listdir("/proc/self/fd")), 0
+    with subprocess.Popen([sys.executable, "-I", "-c", code, str(served)]) as clients:
+        while clients.poll() is None:
+            most = max(most, len(os.listdir("/proc/self/fd")) - before)
+    assert clients.returncode == 0
+    assert 0 < most < 2 * MAX_CLIENTS

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.config.schema import Profile
+from kvbm.config.schema import Profile, Tiers
 from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.engines.embedded.sizing import bytes_per_token
 from kvbm.engines.table import size
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES
+from kvbm.sizing.tiers import Device, sizing_of
 
 LLAMA_3_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 QWEN3_8B = {**LLAMA_3_8B, "num_hidden_layers": 36, "head_dim": 128}
@@ -55,6 +56,29 @@ def test_100_gb_of_llama_3_8b() -> None:
     assert (sizing.device.block_count, sizing.device.token_count) == (1000, 16_000)
     assert sizing.device.total_bytes == 1000 * 2 * 2**20
     assert sizing.device.set_by == "engine.arguments.num_blocks"
+
+
+STORE = {"url": "file:///store"}
+DISK = {"blocks": 100, "directory": "/cache"}
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "tiers", "keeps_host_memory", "host_blocks", "buffer_blocks"),
+    [
+        (1 << 20, {"disk": DISK, "shared": STORE}, True, 512, 0),
+        (1 << 12, {"disk": DISK, "shared": STORE}, True, 4096, 0),
+        (1 << 30, {"disk": DISK, "shared": STORE}, True, 64, 0),
+        (1 << 20, {"disk": DISK}, True, 64, 0),
+        (1 << 20, {"disk": DISK, "shared": STORE}, False, 64, 0),
+        (1 << 20, {"disk": DISK, "shared": STORE, "host": {"blocks": 3}}, True, 3, 0),
+        (1 << 20, {"shared": STORE, "host": {"capacity": "1GiB", "managed_by": "engine"}}, False, 1024, 512),
+        (1 << 20, {"disk": DISK, "host": {"capacity": "1GiB", "managed_by": "engine"}}, False, 1024, 64),
+    ],
+)
+def test_memory_above_a_shared_store_counts(block_bytes, tiers, keeps_host_memory, host_blocks, buffer_blocks):
+    device = Device(16, (block_bytes // 2,) * 2 if block_bytes > 1 << 12 else (block_bytes,), 100, "g1")
+    sizing = sizing_of(device, Tiers.model_validate(tiers), keeps_host_memory=keeps_host_memory)
+    assert (sizing.host.block_count, sizing.buffer_bytes) == (host_blocks, buffer_blocks * block_bytes)
 
 
 def test_blocks_win_over_capacity() -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm_server import stopped_disk
 
 from kvbm.child import deadlines
-from kvbm.engines import storage_opening
+from kvbm.config import schema
 from kvbm.engines.vllm import secondary_tier, weight_updates
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import storage_leader
@@ -83,6 +84,27 @@ def test_blocks_outlive_the_engine(tmp_path):
         rig.store(FIRST)
     with Offloading(tmp_path) as rig:
         assert rig.load(FIRST) == 8
+
+
+def copying_threads() -> int:
+    return sum(one.name.startswith("kvbm-copy") for one in threading.enumerate())
+
+
+def test_a_tier_whose_copying_threads_cannot_be_started_does_not_start(tmp_path, monkeypatch):
+    before, start = copying_threads(), threading.Thread.start
+
+    def start_one(thread):
+        if thread.name.startswith("kvbm-copy") and copying_threads() > before:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(EnvironmentProblem, match="2 threads that copy blocks cannot be started: can't start new"):
+            secondary_tier._copying_threads()
+    assert copying_threads() == before
+    with Offloading(tmp_path):
+        assert copying_threads() == before + 2
 
 
 def test_a_group_of_the_cache_is_part_of_the_key(rig):
@@ -419,7 +441,7 @@ def test_two_engines_share_blocks(tmp_path, url, disk_blocks):
 
 @pytest.mark.parametrize("disk_blocks", [400, 0], ids=["disk", "no disk"])
 def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(tmp_path, monkeypatch, disk_blocks):
-    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 0)
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 60.0)
     keys = [key_of(number) for number in range(128)]
     host_blocks = None if disk_blocks else 16
@@ -448,7 +470,7 @@ def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(t
 def test_the_memory_above_a_shared_store_has_a_number_of_bytes_unless_it_is_set(
     tmp_path, monkeypatch, disk_blocks, host, slots
 ):
-    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 16 << 20)
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 16 << 20)
     with Offloading(tmp_path, disk_blocks=disk_blocks, host=host, shared=f"file://{tmp_path}/objects") as rig:
         assert len(rig.tier._segment.payload) == slots
 
@@ -476,8 +498,57 @@ def test_a_write_that_finds_no_room_is_not_tried_again_in_the_same_step(tmp_path
         assert len(walks) == 2
 
 
+def test_a_write_that_finds_room_looks_for_the_due_blocks_once_in_a_step_and_counts_what_was_written_since(
+    tmp_path, monkeypatch
+):
+    with Offloading(tmp_path, disk_blocks=0, host_blocks=16, shared=f"file://{tmp_path}/objects") as rig:
+        leader, walks = rig.tier._leader, []
+        shared = leader._asked_tiers[0]
+        until(rig, lambda: shared.is_on)
+        keys = [key_of(number) for number in range(20)]
+        due_blocks = shared.due_blocks
+        monkeypatch.setattr(shared, "_begin_writes", lambda: None)
+        monkeypatch.setattr(shared, "due_blocks", lambda: walks.append(1) or due_blocks())
+        leader.step()
+        loans = []
+        for one in range(0, 20, 4):
+            question = leader.write(keys[one : one + 4], loans.append, waits_for_shared=True)
+            next(question)
+            if len(loans) * 4 > one:
+                loans[-1].is_over = True
+                assert list(question) == []
+            else:
+                question.close()
+        assert (len(loans), len(walks)) == (4, 1)
+        assert leader.readable(keys) == 16
+
+
+def test_a_block_that_disk_and_shared_store_have_still_to_take_needs_one_slot(tmp_path, monkeypatch):
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
+    with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
+        leader, loans = rig.tier._leader, []
+        disk, shared = leader.lower_tiers
+        until(rig, lambda: disk.is_on and shared.is_on)
+        for tier in (disk, shared):
+            monkeypatch.setattr(tier, "_begin_writes", lambda: None)
+        leader.step()
+        for begin in range(0, 64, 16):
+            keys = [key_of(number) for number in range(begin, begin + 16)]
+            question = leader.write(keys, loans.append, waits_for_shared=True)
+            next(question)
+            assert len(loans) == begin // 16 + 1
+            loans[-1].is_over = True
+            assert list(question) == []
+        assert leader.host.store.free == 0
+        question = leader.write([key_of(64)], loans.append, waits_for_shared=True)
+        next(question)
+        question.close()
+        assert len(loans) == 4
+        monkeypatch.undo()
+
+
 def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_opening, "SHARED_BUFFER_BYTES", 0)
+    monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
     keys = [key_of(number) for number in range(128)]
     with Offloading(tmp_path, rows=128, disk_blocks=400, shared=f"file://{tmp_path}/objects") as rig:

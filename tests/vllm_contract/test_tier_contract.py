@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.engines.installation import Installation
 from kvbm.engines.table import load
 from kvbm.engines.vllm import versions
 from kvbm.engines.vllm.launch import plan
@@ -76,7 +77,7 @@ def test_no_public_method_is_misspelt():
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 def test_the_profile_starts_vllm_with_what_its_parser_knows(version):
     profile = with_capacities(load("vllm-native", directories=[profiles_directory()])).profile
-    installation = versions.VllmInstallation(version, "vllm", "/venv/bin/vllm", has_kvbm=True)
+    installation = Installation(version, "vllm", "/venv/bin/vllm", has_kvbm=True)
     argv = plan(profile, connector=True, port=8000, installation=installation).argv
     assert {word for word in argv if word.startswith("--")} == {*FLAGS, "--kv-transfer-config"}
     transfer = json.loads(argv[argv.index("--kv-transfer-config") + 1])

@@ -10,8 +10,9 @@ threads of its own, which wait for the answer:
     batch_*_v2         the same for models with more than one host pool: KV, and states or indexes
     clear              forgets every page
 
-No method raises once the server runs: any doubt is False, and SGLang computes the page. Methods of the start raise, so
-that SGLang does not start with a storage that cannot work. One thread of kvbm owns all metadata (leader_thread.py).
+None of these raises: any doubt is False, and SGLang computes the page. Methods of the start raise, so that SGLang does
+not start with a storage that cannot work. So do those of SGLang's older interface, which it does not call with
+`interface_v1`. One thread of kvbm owns all metadata (leader_thread.py).
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ import ctypes
 import importlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -60,6 +61,7 @@ from kvbm.engines.vllm.identity import identity
 from kvbm.engines.vllm.request import hint_of, is_named
 from kvbm.engines.vllm.weight_updates import watch
 from kvbm.errors import EnvironmentProblem, InvariantError
+from kvbm.host import threads
 from kvbm.host.layout import BlockLayout
 from kvbm.identity.description import Description, describe
 from kvbm.leader.storage_leader import has_ended
@@ -179,7 +181,7 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
         self._readable: set[bytes] = set()  # until the end of this step
         self._cause = ""  # why nothing is found or stored
         self.pools: Collection[BlockPool] = ()  # of vLLM's device memory
-        self._threads = ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="kvbm-copy")
+        self._threads = _copying_threads()
         facts = VllmFacts.of(self._vllm_config)
         self._telemetry = Telemetry(
             self._config.metrics, engine=facts.index, control_directory=os.environ.get(CONTROL_VARIABLE)
@@ -472,6 +474,26 @@ class KvbmTier(_Tier):  # type: ignore[misc]  # vllm is not there for the type c
             self._rows = np.empty((0, 0), np.uint8)  # vLLM cannot release a region that is in use
             self._segment.close()
             self._telemetry.close()
+
+
+def _copying_threads() -> ThreadPoolExecutor:
+    """Return threads that run already. Raises EnvironmentProblem.
+
+    A thread that cannot be started later would leave its copy in the queue, for rows that vLLM has freed.
+    """
+    copying = ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="kvbm-copy")
+    barrier = threading.Barrier(COPYING_THREADS)
+    try:
+        for one in [copying.submit(barrier.wait, threads.START_LIMIT_S) for _ in range(COPYING_THREADS)]:
+            one.result()
+    except RuntimeError as error:  # a barrier that breaks is one too
+        barrier.abort()
+        copying.shutdown(cancel_futures=True)
+        raise EnvironmentProblem(
+            f"the {COPYING_THREADS} threads that copy blocks cannot be started: {error or 'they do not run'}",
+            hint="raise the limit of processes of this user (`ulimit -u`), or of the container",
+        ) from error
+    return copying
 
 
 def _only_cache_of(vllm_config: Any) -> Any:

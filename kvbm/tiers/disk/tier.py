@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -212,11 +212,11 @@ class DiskTier(OwnedTier, HostListener):
         """Whether it is writing, or the disk I/O process has ended and the disk may be on again within seconds."""
         return self.is_writing() or (not self._is_filled and self._clock() < self._awake_until_s)
 
-    def unwritten_blocks(self, end: int) -> int | None:
+    def unwritten_blocks(self, end: int) -> Collection[bytes] | None:
         is_larger = end > self._host.capacity_blocks
         if self._policy.writes != "always" or not self.is_on or not (is_larger or self._settings.is_buffer):
             return None
-        return len(self._queue)
+        return self._queue.keys()
 
     def queues(self) -> dict[str, tuple[int, float | None]]:
         writes = list(self._writes.values())

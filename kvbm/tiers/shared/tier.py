@@ -164,9 +164,14 @@ class SharedTier(AskedTier):
         self._asked.pop(request_id, None)
 
     def due_blocks(self) -> Iterator[Sequence[bytes]]:
+        left = self._host.capacity_blocks if self.is_on else 0
+        for hashes, start, end, _ in reversed(self._used):
+            if left <= 0:
+                break
+            yield hashes[max(start, end - left) : end]
+            left -= end - start
         if self.is_on:
-            yield from (due.extent.hashes for due in self._queue.values())
-            yield from (hashes[start:end] for hashes, start, end, _ in self._used)
+            yield from (due.extent.hashes for due in reversed(self._queue.values()))
 
     def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent]) -> Claim:
         extent_of = {one: extent for extent in extents for one in extent.hashes}
