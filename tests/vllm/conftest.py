@@ -21,15 +21,15 @@ sys.path.insert(0, str(HERE))
 
 
 def pytest_configure(config):
-    """Makes the model before the workers start. In a rig, the worker is the engine, and files that are newer than its
-    process are in doubt."""
+    """Makes the model before the workers start. In a rig, the worker is the engine, and files that are not quiet when
+    its process starts are in doubt."""
     if hasattr(config, "workerinput"):
         return
     from vllm_server import wait_until_old
 
     from kvbm.engines.make_model import materialise
 
-    wait_until_old(materialise("vllm-25m"))
+    wait_until_old(materialise("vllm-25m"), has_code=True)
 
 
 @pytest.fixture(scope="session")
