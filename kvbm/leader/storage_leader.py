@@ -95,7 +95,7 @@ class StorageLeader(EngineTiers):
         self._arrived: set[Fetch] = set()
         self._numbers = itertools.count(1)
         self._refused_blocks = sys.maxsize  # the fewest slots for which a write has found no room in this step
-        self._due: set[bytes] | None = None  # of this step, see `_kept_for_shared`
+        self._due: dict[bytes, None] | None = None  # of this step, see `_kept_for_shared`
 
     @property
     def is_on(self) -> bool:
@@ -335,25 +335,27 @@ class StorageLeader(EngineTiers):
             return None
         room = self.host.store.available - len(self._unwritten())
         if count <= room and keeps_due:
-            room -= len(self._kept_for_shared())
+            due = self._kept_for_shared()
+            room -= len(due)
+            if self.host.store.free < count <= room:
+                self.host.store.touch([*due])  # what was read since the last reservation is evicted first
         if count > room:
             self._refused_blocks = min(count, self._refused_blocks)
             return None
         return self.host.reserve(count, keeps_unwritten=True)
 
-    def _kept_for_shared(self) -> set[bytes]:
-        """Return the blocks in G2 that the shared store has still to take, without those that the disk has to take too.
-        The first call of a step finds them, and makes them recent, so that others are evicted first."""
+    def _kept_for_shared(self) -> dict[bytes, None]:
+        """Return the blocks in G2 that the shared store has still to take, in their order, without those that the disk
+        has to take too. The first call of a step finds them."""
         if self._due is None:
             pieces = (piece for tier in self._asked_tiers for piece in tier.due_blocks())
             due = list(dict.fromkeys(itertools.chain.from_iterable(pieces)))
             self._due = self._due_for_shared_only(due)
-            self.host.store.touch(due)
         return self._due
 
-    def _due_for_shared_only(self, due: Sequence[bytes]) -> set[bytes]:
-        unwritten = self._unwritten()
-        return {one for one in self.host.store.registered_of(set(due)) if one not in unwritten}
+    def _due_for_shared_only(self, due: Sequence[bytes]) -> dict[bytes, None]:
+        unwritten, registered = self._unwritten(), self.host.store.registered_of(set(due))
+        return {one: None for one in due if one in registered and one not in unwritten}
 
     def _unwritten(self) -> Collection[bytes]:
         """Return the blocks in G2 that the disk has still to write, if G2 is a buffer."""

@@ -197,4 +197,7 @@ def summary(checks: Sequence[Check]) -> str:
 def as_data(groups: Mapping[str, Sequence[Check]]) -> list[Mapping[str, object]]:
     names = ("name", "state", "finding", "remedy", "facts")
     found = [(group, check) for group, checks in groups.items() for check in checks]
-    return [{"group": group, **{name: getattr(check, name) for name in names}} for group, check in found]
+    rows = [{"group": group, **{name: getattr(check, name) for name in names}} for group, check in found]
+    return [
+        row | ({"details": check.details} if check.details else {}) for row, (_, check) in zip(rows, found, strict=True)
+    ]

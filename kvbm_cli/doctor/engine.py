@@ -166,7 +166,7 @@ def _directory_for_nixl(wanted: Path | None) -> Path:
     files."""
     if wanted is not None and answers(wanted, changes=True):
         place = nearest_existing(wanted)
-        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
             return place
     return Path(tempfile.gettempdir())
 

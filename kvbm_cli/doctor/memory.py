@@ -37,7 +37,8 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
     memory = context.machine.memory
-    yield memory_check(context.resolved, needed, context.engine_count, living_runs(), memory=memory)
+    sizing, living = context.sizing, living_runs()
+    yield memory_check(context.resolved, needed, context.engine_count, living, sizing=sizing, memory=memory)
     groups = [room for room in memory.rooms() if "control group" in room.limit]
     if not groups:
         yield ok("control group", "no limit")

@@ -129,8 +129,8 @@ def _launches_of(text: str) -> list[Launch]:
     exported: dict[str, Word] = {}
     spent = 0
     for block, line in fenced(text):
-        spent = CommandText(exported, spent=spent).spent  # each block has the variables of those above it
         try:
+            spent = CommandText(exported, spent=spent).spent  # each block has the variables of those above it
             found += _of_block(block, line, exported)
         except ProfileError as error:  # another language
             problem = problem or error

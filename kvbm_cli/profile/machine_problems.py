@@ -62,7 +62,7 @@ def reservation_problems(
     checks = [server_check(resolved, living)]
     if has_cache and not (host is not None and host.is_auto):  # else the size is chosen under a lock, so that it fits
         needed = memory_bytes(resolved.profile.tiers, sizing, copies) or 0
-        checks.append(memory_check(resolved, needed, copies, living))
+        checks.append(memory_check(resolved, needed, copies, living, sizing=sizing))
     return _problems(checks)
 
 
@@ -194,10 +194,12 @@ def memory_check(
     copies: int,
     living: Sequence[EngineRun],
     *,
+    sizing: Sizing | SizeUnknown | None = None,
     memory: HostMemory = THIS_MACHINE,
 ) -> Check:
     """Check the memory: G2 of all engines must fit together with what the living runs will still allocate. Of a number
     of bytes that is not known, only report what is available."""
+    buffer_bytes = sizing.buffer_bytes if isinstance(sizing, Sizing) else 0  # of each engine, whatever its G2
     room, pending = memory.room(), pending_memory(living)
     facts = {"available_bytes": room.available_bytes, "needed_bytes": needed_bytes, "pending_bytes": pending}
     left = max(0, memory.bytes_for_blocks() - pending)
@@ -213,7 +215,7 @@ def memory_check(
         in_all = format_size(needed_bytes + pending)
         finding += f", and starting engines another {format_size(pending)}, in all {in_all}"
     finding += f", but only {available} are available ({room.limit})"
-    fitting, largest = left * 9 // 10 // copies, largest_run(living)
+    fitting, largest = left * 9 // 10 // copies - buffer_bytes, largest_run(living)
     remedies = [] if largest is None else [f"run `kvbm stop {shlex.quote(largest.name)}`"]
     if fitting >= LEAST_CAPACITY:
         is_size = key in (None, HOST_KEY)

@@ -286,7 +286,8 @@ def _require_checks(resolved: ResolvedProfile) -> None:
     """Raise EnvironmentProblem for what doctor refuses, and print its warnings."""
     for check in quick_checks(resolved):
         if check.state == "failure":
-            raise EnvironmentProblem(f"{check.name}: {check.finding}", hint=check.remedy)
+            text = "\n".join((f"{check.name}: {check.finding}", *check.details))
+            raise EnvironmentProblem(text, hint=check.remedy)
         if check.state == "warning":
             show_warning(f"{check.name}: {check.finding}")
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 def pytest_configure(config):
     """Makes the model before the workers start. In a rig, the worker is the engine, and files that are not quiet when
     its process starts are in doubt."""
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or not has_vllm():
         return
     from vllm_server import wait_until_old
 

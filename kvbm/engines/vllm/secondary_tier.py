@@ -490,7 +490,7 @@ def _copying_threads() -> ThreadPoolExecutor:
         barrier.abort()
         copying.shutdown(cancel_futures=True)
         raise EnvironmentProblem(
-            f"the {COPYING_THREADS} threads that copy blocks cannot be started: {error or 'they do not run'}",
+            f"the {COPYING_THREADS} threads that copy blocks cannot be started: {str(error) or 'they do not run'}",
             hint="raise the limit of processes of this user (`ulimit -u`), or of the container",
         ) from error
     return copying
