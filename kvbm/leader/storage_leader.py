@@ -325,7 +325,6 @@ class StorageLeader(EngineTiers):
             for tier in self.lower_tiers:
                 tier.used(hashes, len(hashes), b"")
         if self._due is not None:
-            self.host.store.touch(hashes)
             self._due |= self._due_for_shared_only(hashes)
 
     def _reserve(self, count: int, *, keeps_due: bool) -> Reservation | None:
