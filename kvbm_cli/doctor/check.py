@@ -195,9 +195,9 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def as_data(groups: Mapping[str, Sequence[Check]]) -> list[Mapping[str, object]]:
-    names = ("name", "state", "finding", "remedy", "facts")
-    found = [(group, check) for group, checks in groups.items() for check in checks]
-    rows = [{"group": group, **{name: getattr(check, name) for name in names}} for group, check in found]
-    return [
-        row | ({"details": check.details} if check.details else {}) for row, (_, check) in zip(rows, found, strict=True)
-    ]
+    return [_row(group, check) for group, checks in groups.items() for check in checks]
+
+
+def _row(group: str, check: Check) -> Mapping[str, object]:
+    names = ("name", "state", "finding", "remedy", "facts", *(["details"] if check.details else []))
+    return {"group": group, **{name: getattr(check, name) for name in names}}

@@ -81,9 +81,9 @@ def with_capacities(
 def engine_bytes(profile: Profile, sizing: Sizing | SizeUnknown | None) -> int | None:
     """Return the host memory that the engines of a profile take for themselves: weights, G1 and processes on a CPU, or
     SGLang's own cache. None if only the engine knows."""
-    kind, device = kind_of(profile), None
-    if sizing is not None and not isinstance(sizing, SizeUnknown) and sizing.device is not None:
-        device = sizing.device.total_bytes
+    kind = kind_of(profile)
+    known = sizing if isinstance(sizing, Sizing) else None
+    device = None if known is None or known.device is None else known.device.total_bytes
     own = kind.own_memory(profile, device)
     total = 0
     if own is not None:
@@ -91,9 +91,9 @@ def engine_bytes(profile: Profile, sizing: Sizing | SizeUnknown | None) -> int |
             return None
         total += own.needed_bytes + own.left_bytes
     if kind.uses_host_memory(profile):
-        if device is None or sizing is None or isinstance(sizing, SizeUnknown):
+        if known is None or device is None:
             return None
-        processes = PROCESS_BYTES * (1 + sizing.rank_count)
+        processes = PROCESS_BYTES * (1 + known.rank_count)
         engines = kind.copies(profile) * max(1, profile.disaggregated.prefill + profile.disaggregated.decode)
         total += (device + _weights(profile) + processes) * engines
     return total
