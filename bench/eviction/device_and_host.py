@@ -17,12 +17,12 @@ choice.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Sequence
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "bench" / one) for one in ("vllm", "micro", "eviction"))]
 
 from facts import facts  # noqa: E402
-from hit_rates import BLOCK_TOKENS, Workload, workloads  # noqa: E402
+from hit_rates import BLOCK_TOKENS, Workload, made, workloads  # noqa: E402
 from sparse_segments import sparse_segment  # noqa: E402
 
 from kvbm.config.schema import Tiers  # noqa: E402
@@ -44,7 +44,7 @@ from kvbm.leader.late_offloads import reason_to_copy_at_once  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
 from kvbm.tiers.settings import HELD_SHARE_OF_G1, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
-from kvbm_cli.bench.trace.hit_rates import name_of  # noqa: E402
+from kvbm_cli.bench.trace.hit_rates import PrefixTree, TimedUse, name_of  # noqa: E402
 from kvbm_cli.bench.workload.build import build_script  # noqa: E402
 from kvbm_cli.bench.workload.files import load_workload  # noqa: E402
 from kvbm_cli.bench.workload.script import AnswerOf, LengthWriter, length_of  # noqa: E402
@@ -198,10 +198,15 @@ def parts(requests: Sequence[Request], g1: int, host: int, choice: tuple[str, st
     return [round(count / total, 4) for count in (*engine.hits.values(), engine.copied)]
 
 
+def named(tree: PrefixTree, uses: Sequence[TimedUse], answer_tokens: Iterable[int]) -> list[Request]:
+    names = ([name_of(node) for node in reversed(tree.path(one.use.prompt))] for one in uses)
+    return [(one.at_s, *rest) for one, *rest in zip(uses, names, answer_tokens, strict=False)]
+
+
 def measure(name: str, workload: Workload, options: argparse.Namespace) -> list[dict[str, Any]]:
     tree, uses = workload
     uses = uses[: options.requests]
-    requests = [(one.at_s, [name_of(node) for node in tree.path(one.use.prompt)[::-1]], 0) for one in uses]
+    requests = named(tree, uses, repeat(0))
     blocks = len({block for _, names, _ in requests for block in names})
     longest = max(len(names) for _, names, _ in requests)
     points = []
@@ -228,18 +233,20 @@ def shipped(profile: str) -> tuple[Sequence[Request], int, int]:
     assert sizing.device is not None
     workload = load_workload(resolved.profile.bench.workload)
     script = build_script(workload, LengthWriter(), seed=workload.seed)
-    requests = []
+    ids: dict[object, int] = defaultdict(count(1).__next__)  # by the tokens of a block
+    size, requests = sizing.block_tokens, []
     for number, request in enumerate(script.requests):
-        tokens = []
+        tokens: list[tuple[object, int]] = []
         for part in request.parts:
             source = part if isinstance(part, AnswerOf) else id(part)
             tokens += [(source, place) for place in range(length_of(part))]
-        digest, names = hashlib.blake2b(digest_size=NAME_BYTES), []
-        for start in range(0, len(tokens) - sizing.block_tokens + 1, sizing.block_tokens):
-            digest.update(repr(tokens[start : start + sizing.block_tokens]).encode())
-            names.append(digest.digest())
-        requests.append((float(number), names, request.answer_tokens or 0))
-    return requests, sizing.device.block_count, sizing.host.block_count
+        starts = range(0, len(tokens) - size + 1, size)
+        requests.append((float(number), tuple(ids[tuple(tokens[at : at + size])] for at in starts)))
+    return (
+        named(*made(requests), [one.answer_tokens or 0 for one in script.requests]),
+        sizing.device.block_count,
+        sizing.host.block_count,
+    )
 
 
 def main() -> int:
