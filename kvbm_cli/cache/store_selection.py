@@ -111,7 +111,7 @@ def checked_url(url: str) -> str:
 
 
 def select(inventory: Inventory, request: StoreRequest) -> list[Selected]:
-    """Return the selection, the namespace with the most recent object first."""
+    """Return the selection, the namespace with the most recent object first, those of one time by their names."""
     prefix, before_s = _namespace(request.namespace), _before(request.older_than)
     with ProgressDisplay("listing", delay_s=PROGRESS_AFTER_S) as progress:
         stored = inventory.namespaces(
@@ -127,7 +127,7 @@ def select(inventory: Inventory, request: StoreRequest) -> list[Selected]:
             found = [replace(one, extents=_of_tenant(inventory, one, request.tenant, progress)) for one in found]
     if request.tenant is not None or before_s is not None:
         found = [one for one in found if one.extents]
-    return sorted(found, key=lambda one: max((extent.written_s for extent in one.extents), default=0.0), reverse=True)
+    return sorted(found, key=lambda one: (-max((part.written_s for part in one.extents), default=0.0), one.name))
 
 
 def _namespace(text: str | None) -> str:
