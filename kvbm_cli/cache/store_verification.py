@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,8 @@ def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad
             if one.problem is not None:
                 bad.append(one.extent)
             _count(verdict, one, has_secret=keys.has_secret)
+    for rows in (verdict.bad, verdict.unread):  # a directory lists its files in any order
+        rows.sort(key=itemgetter("key"))
     if bad and deletes_bad:
         verdict.deleted = len(bad) - len(inventory.delete(bad, lambda count: None))
     return verdict

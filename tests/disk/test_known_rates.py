@@ -86,8 +86,8 @@ def test_something_else_in_place_of_the_file_is_neither_read_nor_written(tmp_pat
             if os.geteuid():
                 pytest.skip("only root can give files away")
             os.chown(path, 65534, -1)
-    before = [(file.name, file.lstat().st_mode, file.lstat().st_size) for file in tmp_path.iterdir()]
+    before = [(file.name, file.lstat().st_mode, file.lstat().st_size) for file in sorted(tmp_path.iterdir())]
     assert read_rates(path) is None
     write_rates(path, KnownRates(160.0))
-    assert [(file.name, file.lstat().st_mode, file.lstat().st_size) for file in tmp_path.iterdir()] == before
+    assert [(file.name, file.lstat().st_mode, file.lstat().st_size) for file in sorted(tmp_path.iterdir())] == before
     listener.close()
