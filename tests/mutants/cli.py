@@ -229,7 +229,7 @@ MUTANTS = (
         file="kvbm/engines/embedded/http/choices.py",
         old="usages[:: self._per_prompt]",
         new="usages",
-        fails="tests/embedded/test_server_answers.py -k n_choices",
+        fails="tests/embedded/test_server_exchanges.py -k choices",
     ),
     Mutant(
         name="all-answers-of-a-prompt-share-a-seed",
@@ -237,7 +237,7 @@ MUTANTS = (
         file="kvbm/engines/embedded/http/prompt.py",
         old="seed=params.seed + index",
         new="seed=params.seed",
-        fails="tests/embedded/test_server_answers.py -k n_choices",
+        fails="tests/embedded/test_server_exchanges.py -k choices",
     ),
     Mutant(
         name="role-and-text-in-one-chunk",
