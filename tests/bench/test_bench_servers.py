@@ -13,6 +13,7 @@ from bench_rig import (
     SilentProgress,
     in_turn,
     lines_of,
+    setup_for,
     timed,
     without_sampler,  # noqa: F401
     workload_file,
@@ -97,7 +98,7 @@ def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, pro
         comparison = comparison_of((), (), urls, ca_file)
         schedule = Schedule(interval_s=interval_s, pairs=pairs)
         cell = Cell("small", workload.model_copy(update={"schedule": schedule}))
-        setup = command._setup(comparison, (cell,))
+        setup = setup_for(comparison, (cell,))
         path = tmp_path / "run"
         directory = stack.enter_context(
             closing(BenchDirectory.open(path) if path.exists() else BenchDirectory.create(path))
@@ -221,7 +222,7 @@ def test_an_interruption_between_the_plans_of_two_pairs_loses_no_plan(tmp_path):
         comparison = comparison_of((), (), [f"s1={server.url}"])
         cell = Cell("small", WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.04, pairs=2)}))
         with closing(BenchDirectory(tmp_path / "run")) as directory:
-            run_experiment(command._setup(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress())
+            run_experiment(setup_for(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress())
     first, second = (json.loads((folder / name).read_text())["digest"] for name in ("plan.json", "plan-2.json"))
     assert first != second
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_rig import WORKLOAD
+from bench_rig import WORKLOAD, setup_for
 from experiments import FASTER, SIX, Experiment, Turns, in_turn, rewrite_lines, summary_in
 from rich.console import Console
 from terminal import assert_entry
@@ -17,7 +17,6 @@ from terminal import assert_entry
 from kvbm.engines import engine_kind
 from kvbm.engines.installation import Installation
 from kvbm.errors import UsageError
-from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
@@ -224,7 +223,7 @@ def load(monkeypatch):
 
 
 def caveats(*compare: str, profiles: Sequence[str] = ("demo",), overrides: Sequence[str] = ()) -> list[str]:
-    return caveats_of(command._setup(comparison_of(profiles, overrides, compare), (Cell("small", WORKLOAD),)))
+    return caveats_of(setup_for(comparison_of(profiles, overrides, compare), (Cell("small", WORKLOAD),)))
 
 
 @pytest.mark.parametrize(

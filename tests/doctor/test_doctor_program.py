@@ -26,7 +26,7 @@ from kvbm.engines.table import load
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.doctor.check import OTHER_DIRECTORY
 from kvbm_cli.doctor.command import doctor, write_profile
-from kvbm_cli.doctor.disk import _remedy_for
+from kvbm_cli.doctor.disk import _remedy_for  # of every kind of file system, which no machine has
 from kvbm_cli.package_data import profiles_directory
 
 QUICK_S = 20
