@@ -259,7 +259,7 @@ class OffloadSection(Section):
         description="Which computed blocks are copied to host memory: all (`always`), those of chains that were used "
         "before (`second_hit`), those that the engine is about to evict from device memory (`on_evict`, only vLLM), or "
         "those that host memory would keep (`auto`). Without `eviction: adaptive`, and if a lower tier takes every "
-        "block, `auto` copies all. With vLLM and host memory of less than 16 times the blocks of device memory, `auto` "
+        "block, `auto` copies all. With vLLM and host memory of less than 20 times the blocks of device memory, `auto` "
         "is `on_evict` once host memory is full.",
     )
     to_disk: Literal["frequency", "always", "on_evict"] = Field(

@@ -576,8 +576,8 @@ HOST = {"host": {"blocks": 1}}
 @pytest.mark.parametrize(
     ("tiers", "blocks", "reason"),
     [
-        (HOST, 1599, ""),
-        (HOST, 1600, "host memory has 1,600 blocks, at least 16 times the 100 of G1"),
+        (HOST, 1999, ""),
+        (HOST, 2000, "host memory has 2,000 blocks, at least 20 times the 100 of G1"),
         ({**HOST, "disk": {"blocks": 9}}, 10, "blocks on disk are kept for the next start"),
         ({**HOST, "disk": {"blocks": 9, "persist": False}}, 10, ""),
         ({**HOST, "shared": {"url": "s3://b/p"}}, 10, "the shared tier takes the blocks of a request at its end"),
