@@ -24,14 +24,7 @@ from kvbm.child.run import Output, last_line
 from kvbm.child.stream import MessageStream, start_with_stream
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.load.launcher import WATCH_INTERVAL_S, OnRecord, Part
-from kvbm_cli.bench.load.process import (
-    READY,
-    ClientHealth,
-    HealthMonitor,
-    ProcessHealth,
-    drive_part,
-    together,
-)
+from kvbm_cli.bench.load.process import READY, ClientHealth, HealthMonitor, drive_part, together
 from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest, linked_groups
@@ -111,7 +104,7 @@ class _Start:
 
 
 def _result(
-    records: dict[str, list[RequestRecord]], processes: Sequence[ProcessHealth], start: _Start, duration_s: float
+    records: dict[str, list[RequestRecord]], processes: Sequence[ClientHealth], start: _Start, duration_s: float
 ) -> DriveResult:
     ordered = {run: tuple(sorted(of_run, key=lambda record: record.index)) for run, of_run in records.items()}
     health = ClientHealth.of(processes, (record for of_run in ordered.values() for record in of_run))
@@ -143,7 +136,7 @@ async def started_workers(parts: Sequence[Part], targets: Sequence[Target]) -> A
 
 async def _drive_workers(
     workers: Sequence[_Worker], targets: Sequence[Target], start_ns: int, on_record: OnRecord
-) -> list[ProcessHealth]:
+) -> list[ClientHealth]:
     """Hand over each record as it arrives. EnvironmentProblem if a worker ends early."""
     for worker in workers:
         worker.stream.send(start_ns)
@@ -191,8 +184,8 @@ class _Worker:
         ready = await self._receive()
         assert ready == READY, ready
 
-    async def drive(self, on_record: OnRecord) -> ProcessHealth:
-        while not isinstance(message := await self._receive(), ProcessHealth):
+    async def drive(self, on_record: OnRecord) -> ClientHealth:
+        while not isinstance(message := await self._receive(), ClientHealth):
             on_record(message)
         return message
 
@@ -224,7 +217,9 @@ def worker_count(plan: Plan, target_count: int, wanted: WorkerCount) -> int:
     """How many processes send the plan; 1 is this process. There is at most one per group of sessions."""
     if wanted != "auto" and wanted < 1:
         raise UsageError(f"{wanted} worker processes: at least 1 is required")
-    count = wanted if wanted != "auto" else _useful_count(estimated_load(plan, target_count))
+    useful = math.ceil(estimated_load(plan, target_count) / LARGEST_LOAD)
+    # one core is left for the engine, which usually runs on the same machine
+    count = wanted if wanted != "auto" else min(useful, _cores() - 1)
     concurrency = plan.launches.concurrency or count
     return max(1, min(count, concurrency, len(linked_groups(plan.requests)) if count > 1 else 1))
 
@@ -278,11 +273,6 @@ def parts_of(plan: Plan, count: int) -> list[Part]:
         requests.sort(key=lambda request: request.index)
         parts.append(Part(tuple(requests), plan.launches, plan.request_timeout_s, concurrency))
     return parts
-
-
-def _useful_count(load: float) -> int:
-    """One core is left for the engine, which usually runs on the same machine."""
-    return min(math.ceil(load / LARGEST_LOAD), _cores() - 1)
 
 
 def _cores() -> int:

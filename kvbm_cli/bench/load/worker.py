@@ -1,7 +1,7 @@
 """Program of a worker process of the load client: sends its part of a plan to all targets.
 
 parent -> worker    (part, targets), then the start in nanoseconds, then the position of each target that ended
-worker -> parent    READY, then each record when its request has ended, then ProcessHealth
+worker -> parent    READY, then each record when its request has ended, then ClientHealth
 """
 
 from __future__ import annotations
