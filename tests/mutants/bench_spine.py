@@ -89,8 +89,8 @@ MUTANTS = (
         name="bench-agent-does-not-wait",
         bug="An agent goes on before its subagent has ended.",
         file="kvbm_cli/bench/workload/build.py",
-        old="                agent.own.previous = context.previous\n",
-        new="",
+        old="after = ((yield self._request(session, next(turns), own, after)),)",
+        new="yield self._request(session, next(turns), own, after)",
         fails="tests/bench/test_bench_scripts.py -k subagent",
     ),
     Mutant(
