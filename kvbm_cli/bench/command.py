@@ -41,7 +41,6 @@ from kvbm_cli.bench.setup import (
     planned_runs,
     show_plan,
 )
-from kvbm_cli.bench.show.limit_page import build_limit_report
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
@@ -51,7 +50,7 @@ from kvbm_cli.bench.workload.schema import Workload
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.filesystem import write_atomically, write_new
 from kvbm_cli.system.machine import machine, versions
-from kvbm_cli.terminal.console import print_data, print_json, print_note
+from kvbm_cli.terminal.console import print_json, print_note
 from kvbm_cli.terminal.show_error import show_warning
 
 INTERRUPTED_EXIT_CODE = 130
@@ -252,7 +251,7 @@ def search(
     words: Sequence[str] = (),
     engines: OpenArm | None = None,
 ) -> int:
-    """Find the limit of every arm; write limit.json and report.html, and print it.
+    """Find the limit of every arm; write limit.json and print it.
 
     `words` and `engines`: see `measure`.
     """
@@ -267,8 +266,7 @@ def search(
             raise cannot_write(directory.path, error) from None
         surroundings = {"command": list(words), **_surroundings(setup.comparison)}
         try:
-            directory.write_json(LIMIT, {**found.to_json(), **surroundings})
-            build_limit_report(directory.path)
+            directory.write_json(LIMIT, {**found, **surroundings})
         except OSError as error:
             raise cannot_write(directory.path, error) from None
         finally:
@@ -312,13 +310,11 @@ def report(path: Path, *, as_json: bool, replay: Path | None = None) -> int:
 
 
 def report_limit(directory: BenchDirectory, *, as_json: bool) -> int:
-    """`kvbm bench report DIR` of a search: write report.html again."""
-    found = directory.read_json(LIMIT)
-    page = build_limit_report(directory.path)
-    if as_json:
-        print_json(found)
-    else:
-        print_data("\n".join([*(one["sentence"] for one in found["ratios"]), f"report: {page}"]))
+    """`kvbm bench report DIR` of a search: print its result again."""
+    try:
+        show_limits(directory.read_json(LIMIT), directory.path, as_json=as_json)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{directory.path} has no result of `--find-limit` that can be read: {error!r}") from None
     return 0
 
 

@@ -194,18 +194,6 @@
         series: chart.lines.map((line) => ({ type: "line", name: data.arms[line.arm], data: line.points.map((p) => [p[0], log(p[1])]), lineStyle: lineStyle(line.arm), itemStyle: { color: armColour(line.arm) }, symbol: SYMBOLS[line.arm % 6], symbolSize: 7 })),
       });
     },
-    limit(chart) {
-      const rates = chart.lines.flatMap((line) => line.points.map((p) => p[0]));
-      const series = chart.lines.map((line) => ({ type: "scatter", name: data.arms[line.arm], data: line.points.map((p) => [log(p[0]), p[1]]), itemStyle: { color: armColour(line.arm), opacity: 0.75 }, symbol: SYMBOLS[line.arm % 6], symbolSize: 9 }));
-      series[0].markLine = { silent: true, symbol: "none", label: { show: false }, lineStyle: { color: colour("muted"), type: "solid" }, data: [{ yAxis: chart.allowed }] };
-      const percent = (share) => `${Math.round(share * 1000) / 10}%`;
-      return base({
-        xAxis: logAxis(across, "requests per second", rates),
-        yAxis: upwards("value", "share over the limit", { min: 0, max: 1, interval: 0.25, axisLabel: { color: colour("muted"), formatter: percent } }),
-        tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => rows(at.seriesName, [["requests per second", digits(10 ** at.value[0])], ["over the limit", percent(at.value[1])]]) },
-        series,
-      });
-    },
     parts(chart, box) {
       const names = chart.arms.map((arm) => (box.clientWidth < 500 && arm.length > 14 ? `${arm.slice(0, 13)}…` : arm));
       const left = Math.min(180, 20 + 8 * Math.max(...names.map((name) => name.length)));
