@@ -10,9 +10,7 @@ from typing import Any
 from kvbm_cli.bench.judge.answers import ArmAnswers, has_counters, transfers_of, warm_start
 from kvbm_cli.bench.judge.correctness import OutputVerdict
 from kvbm_cli.bench.judge.estimates import (
-    NoModel,
     PercentileComparison,
-    PromptTime,
     ShareOfGain,
     TtftModel,
     compare_percentiles,
@@ -40,7 +38,7 @@ class Compared:
     percentiles: dict[int, PercentileComparison | None]
     noise: Noise | None
     share: ShareOfGain | None
-    ttft_model: TtftModel | NoModel
+    ttft_model: TtftModel | str
     answers: dict[str, ArmAnswers]
     has_loads: bool | None
 
@@ -79,7 +77,7 @@ class Compared:
             "ttft_percentiles": {f"p{percent}": one and one.to_json() for percent, one in self.percentiles.items()},
             "noise": self.noise and asdict(self.noise),
             "share_of_possible_gain": self._share(),
-            "ttft_model": self.ttft_model.to_json(),
+            "ttft_model": {"reason": model} if isinstance(model := self.ttft_model, str) else model.to_json(),
             "outputs_equal": self.outputs_equal,
             "outputs": self.answers[self.measured].to_json(),
             "has_loads": self.has_loads,
@@ -136,7 +134,7 @@ def compare(
         percentiles=compare_percentiles(samples[reference], samples[measured], run_deviation=deviation),
         noise=noise_of(_times(cell, one), reference) if cell.are_pairs_equal else None,
         share=share,
-        ttft_model=fit_ttft([time for run in (*one, *other) for time in _prompt_times(run)]),
+        ttft_model=fit_ttft(record for run in (*one, *other) for record in run.records),
         answers=answers,
         has_loads=has_loads,
     )
@@ -184,24 +182,6 @@ def _samples(cell: CellResult, runs: Sequence[Measurement]) -> Samples:
             if record.ttft_ms is not None:
                 samples[run.pair][record.session].append(record.ttft_ms)
     return samples
-
-
-def _prompt_times(run: Measurement) -> list[PromptTime]:
-    """Return requests whose tokens are known by tier."""
-    return [
-        PromptTime(
-            record.ttft_from_launch_ms,
-            record.computed_tokens,
-            record.g2_tokens,
-            record.g3_tokens or 0,
-            record.g4_tokens or 0,
-        )
-        for record in run.records
-        if record.is_ok
-        and record.ttft_from_launch_ms is not None
-        and record.computed_tokens is not None
-        and record.g2_tokens is not None
-    ]
 
 
 def client_of(run: Measurement) -> ClientLoad:
