@@ -173,11 +173,9 @@ def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
         sizing = size_if_known(arm.resolved)
         if sizing is not None and sizing.device is not None:
             return sizing.device.token_count
-    elif not must_know:
-        return ArmEngines(comparison).open_url(arm).control().g1_tokens()
-    if not must_know:
-        return None
-    print_note(f"starting {arm.name} to read the size of its G1")
+        if not must_know:
+            return None
+        print_note(f"starting {arm.name} to read the size of its G1")
     engines = ArmEngines(comparison)
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as log, engines(arm.name, Path(log), None) as engine:
         return engine.control().g1_tokens()
