@@ -90,10 +90,6 @@ class BenchDirectory:
         except BlockingIOError:
             raise UsageError(f"{self.path} is used by another `kvbm bench` that is still running") from None
 
-    def samples(self, run: str) -> list[dict[str, Any]]:
-        """Return the lines of the run's server-metrics.jsonl; none if the engine was not sampled."""
-        return list(self.lines(f"runs/{run}/{SERVER_METRICS}"))
-
     def run(self, name: str) -> Path:
         return _made(self.path / "runs" / name)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results, percentile
 from kvbm_cli.bench.show.elements import ReportTable, count, decimal, distribution
 
@@ -41,18 +40,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the page shows. `samples` has the lines of server-metrics.jsonl by run, of runs that have some."""
+    """All that the page shows. `notes` are those of the directory that `results` were read from."""
 
     summary: dict[str, Any]
     results: Results
-    samples: dict[str, list[dict[str, Any]]]
-    notes: list[str]
-
-    @classmethod
-    def of(cls, directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Report:
-        """`directory` is the one that `results` were read from. UsageError for samples that cannot be read."""
-        samples = {run.run: found for run in results.runs if (found := directory.samples(run.run))}
-        return cls(summary, results, samples, directory.notes)
+    notes: Sequence[str] = ()
 
     def cells(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.summary["cells"]
@@ -103,10 +95,6 @@ class CellView:
 
 def arm_legend(view: CellView, arms: Iterable[str], shape: str = "line") -> Legend:
     return [(f"{shape} arm-{view.number_of(arm) % ARM_STYLES}", arm) for arm in arms]
-
-
-def source_legend(sources: Iterable[str]) -> Legend:
-    return [(f"tier-{source}", SOURCES[source]) for source in sources]
 
 
 def times(records: Iterable[RequestRecord]) -> list[float]:

@@ -106,7 +106,7 @@ def _hash(content: str) -> str:
 
 def build_report(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Path:
     """Write report.html atomically and return its path. EnvironmentProblem if it cannot be written."""
-    return write_page(directory.path / FILE_NAME, page(Report.of(directory, results, summary)))
+    return write_page(directory.path / FILE_NAME, page(Report(summary, results, directory.notes)))
 
 
 def write_page(path: Path, content: str) -> Path:
