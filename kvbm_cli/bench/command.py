@@ -30,7 +30,7 @@ from kvbm_cli.bench.judge.limit import Condition, parse_conditions
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.cost import read_prices
-from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, cannot_write
+from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, writing
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import (
     ASSUMED_G1_TOKENS,
@@ -203,33 +203,28 @@ def measure(
     `words` are the command line. `engines` and `limits` are for tests. `show_result` prints the summary instead.
     """
     surroundings = {"command": list(words), **_surroundings(setup.comparison), "prices": prices}
-    with _interruptible():
+
+    def note_end(reason: str) -> None:
+        with contextlib.suppress(OSError):  # the command ends as it would on a disk that is not full
+            directory.write_json(SUMMARY, interrupted_summary(reason, surroundings))
+
+    with _interruptible(), contextlib.closing(directory):
         try:
-            with BenchProgress() as progress:
+            with BenchProgress() as progress, writing(directory.path):
                 run_experiment(setup, engines or ArmEngines(setup.comparison), directory, progress)
             results = Results.read(directory)
-            summary = summarise(
-                results,
-                surroundings=surroundings,
-                caveats=caveats_of(setup),
-                limits=limits or DEFAULT_LIMITS,
-            )
+            caveats = caveats_of(setup)
+            summary = summarise(results, surroundings=surroundings, caveats=caveats, limits=limits or DEFAULT_LIMITS)
         except KeyboardInterrupt:
-            with contextlib.suppress(OSError):  # Ctrl-C ends the command on a full disk, too
-                directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
+            note_end("interrupted")
             again = shlex.join([*words, "--resume", str(directory.path)])
             print_note(f"interrupted; this command continues: {again}")
             return INTERRUPTED_EXIT_CODE
-        except (KvbmError, OSError) as error:
-            problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)
-            if not isinstance(problem, UsageError):  # wrong options leave the files of an earlier run as they are
-                with contextlib.suppress(OSError):
-                    directory.write_json(SUMMARY, interrupted_summary(problem.message, surroundings))
-            if problem is error:
-                raise
-            raise problem from None
-        finally:
-            directory.close()
+        except UsageError:  # wrong options leave the files of an earlier run as they are
+            raise
+        except KvbmError as error:
+            note_end(error.message)
+            raise
     try:
         write_results(directory, results, summary)
     finally:  # the result of minutes of measuring is printed even if it cannot be written
@@ -253,20 +248,15 @@ def search(
 
     `words` and `engines`: see `measure`.
     """
-    with _interruptible(), contextlib.closing(directory):
+    with _interruptible(), contextlib.closing(directory), writing(directory.path):
         try:
             with BenchProgress() as progress:
                 found = find_limits(setup, conditions, engines or ArmEngines(setup.comparison), directory, progress)
         except KeyboardInterrupt:
             print_note(f"interrupted; the probes that have ended are in {directory.path}")
             return INTERRUPTED_EXIT_CODE
-        except OSError as error:
-            raise cannot_write(directory.path, error) from None
-        surroundings = {"command": list(words), **_surroundings(setup.comparison)}
         try:
-            directory.write_json(LIMIT, {**found, **surroundings})
-        except OSError as error:
-            raise cannot_write(directory.path, error) from None
+            directory.write_json(LIMIT, {**found, "command": list(words), **_surroundings(setup.comparison)})
         finally:
             show_limits(found, directory.path, as_json=as_json)
     return 0
@@ -274,12 +264,10 @@ def search(
 
 def write_results(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> None:
     """Write summary.json, the files for other tools, and report.html."""
-    try:
+    with writing(directory.path):
         directory.write_json(SUMMARY, summary)
         write_exports(directory.path, results)
         build_report(directory, results, summary)
-    except OSError as error:
-        raise cannot_write(directory.path, error) from None
 
 
 def report(path: Path, *, as_json: bool, replay: Path | None = None) -> int:
@@ -378,10 +366,8 @@ def _write_files(exports: Path, result: ArmResult) -> list[Path]:
         BENCH_SERVE: json.dumps(bench_serve_result(result), allow_nan=False) + "\n",
         **csv_files_of(result),
     }
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             write_atomically(folder / name, text)
-    except OSError as error:
-        raise cannot_write(folder, error) from None
     return [folder / name for name in texts]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,14 +59,12 @@ class BenchDirectory:
     def create(cls, path: Path | None) -> BenchDirectory:
         """Create the directory; without `path` it is named after the time. UsageError if it is not empty."""
         path = path or _named_after_now(DEFAULT_PARENT)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
                 hint = f"`--resume {shlex.quote(str(path))}` continues it" if (path / PLAN).exists() else None
                 raise UsageError(f"`--output {path}` is not empty: name a new or empty directory", hint=hint)
-            return cls(path)
-        except OSError as error:
-            raise cannot_write(path, error) from None
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> BenchDirectory:
@@ -196,8 +195,13 @@ def _made(path: Path) -> Path:
     return path
 
 
-def cannot_write(path: Path, error: OSError) -> EnvironmentProblem:
-    return EnvironmentProblem(f"cannot write to {path}: {reason_of(error)}")
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise EnvironmentProblem for what the file system refuses while files below `path` are written."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write to {path}: {reason_of(error)}") from None
 
 
 def _named_after_now(parent: Path) -> Path:
