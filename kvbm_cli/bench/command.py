@@ -9,7 +9,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,14 +17,13 @@ from kvbm.engines.table import engine_version, make_model
 from kvbm.errors import KvbmError, UsageError
 from kvbm.text.outside import shown, without_secret_values, without_secrets
 from kvbm_cli.bench.arms import Comparison, comparison_of, lacking_here, profiles_of, require_startable
-from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
+from kvbm_cli.bench.cells import Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.bench_serve import BENCH_SERVE, bench_serve_result
 from kvbm_cli.bench.exports.lmbenchmark import csv_files_of
 from kvbm_cli.bench.exports.replay import replay_lines
 from kvbm_cli.bench.find_limit import find_limits, require_searchable, show_limits
-from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.limit import Condition, parse_conditions
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
@@ -151,7 +149,7 @@ def setup_of(request: BenchRequest) -> tuple[Setup, int, list[str]]:
         notes.append(f"the plan assumes that G1 holds {g1_tokens:,} tokens; the first engine reports it when it starts")
     elif scales and g1_tokens is None and pressures.is_auto:
         print_note("the engine does not report the size of G1, so the workload keeps its own size")
-    return _setup(comparison, cells_of(workloads, pressures, g1_tokens)), int(is_assumed), notes
+    return Setup(comparison, cells_of(workloads, pressures, g1_tokens)), int(is_assumed), notes
 
 
 def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
@@ -179,12 +177,6 @@ def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
     engines = ArmEngines(comparison)
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as log, engines(arm.name, Path(log), None) as engine:
         return engine.control().g1_tokens()
-
-
-def _setup(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:
-    reference = comparison.references[0].name if comparison.references else comparison.measured.name
-    tight = partial(is_cell_tight, measured=comparison.measured.name, reference=reference)
-    return Setup(comparison, cells, cells[0].workload.seed, tight)
 
 
 def measure(

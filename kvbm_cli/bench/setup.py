@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -238,12 +238,14 @@ def _of_machine() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is measured. `is_tight` says from a cell's runs so far whether their ratio is precise enough."""
+    """What is measured: at least one cell."""
 
     comparison: Comparison
     cells: tuple[Cell, ...]
-    seed: int
-    is_tight: Callable[[CellResult], bool]
+
+    @property
+    def seed(self) -> int:
+        return self.cells[0].workload.seed
 
     @property
     def traits(self) -> ServerTraits | None:
@@ -283,6 +285,10 @@ class Setup:
         return groups(
             self.comparison, interleaved=self.interleaved(cell), pairs=self.pairs(cell), seed=cell.workload.seed
         )
+
+    def is_tight(self, cell: CellResult) -> bool:
+        references = [arm.name for arm in self.comparison.references]
+        return is_cell_tight(cell, measured=self.comparison.measured.name, references=references)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--resume` compares: `versions` of this interpreter, `engines` of each profile's own."""
@@ -327,10 +333,11 @@ def missing_runs(results: Results) -> list[str]:
 
 
 def _missing(results: Results, definition: Mapping[str, Any], cell: CellResult | None) -> list[str]:
+    arms = {name: results.plan[name] for name in ("measured", "references")}
     done = {*results.left_out, *(run.run for run in (cell.runs if cell else ()))}
     missing = [(pair, run) for pair, run in _order(definition) if run not in done]
-    first = min((pair for pair, _ in missing), default=None)
-    if first is not None and cell and first == cell.pairs_done + 1 > SMALLEST_PAIRS and _is_tight(results, cell):
+    first = min((pair for pair, _ in missing), default=0)
+    if cell and first == cell.pairs_done + 1 > SMALLEST_PAIRS and is_cell_tight(cell, **arms):
         return []
     return [run for _, run in missing]
 
@@ -339,8 +346,3 @@ def _order(definition: Mapping[str, Any]) -> list[tuple[int, str]]:
     """Return the pair and the name of every run of a cell, as `kvbm bench` makes them."""
     name, order = definition["name"], definition["order"]
     return [(group["pair"], run_name(name, group["pair"], arm)) for group in order for arm in group["arms"]]
-
-
-def _is_tight(results: Results, cell: CellResult) -> bool:
-    measured, references = results.plan["measured"], results.plan["references"]
-    return is_cell_tight(cell, measured=measured, reference=references[0] if references else measured)

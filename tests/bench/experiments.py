@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from bench_rig import WORKLOAD, comparison, in_turn
 
-from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Cell, Sweep, script_of
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SUMMARY, BenchDirectory, run_name
 from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results
@@ -202,7 +201,7 @@ def plan_of(workload: Workload, launches: Launches | None = None, *, seed: int =
 
 @cache
 def _setup(cells: tuple[Cell, ...], compare: tuple[str, ...]) -> Setup:
-    return command._setup(comparison(*compare), cells)
+    return Setup(comparison(*compare), cells)
 
 
 @dataclass

@@ -111,7 +111,7 @@ def fits_g1(facts: CellFacts) -> Why | None:
     reachable, found = facts.reachable_share, facts.reference.share_from("g1")
     if reachable is None or found is None or reachable < facts.limits.margin or found < G1_FINDS * reachable:
         return None
-    name, needed, g1_tokens = facts.reference.name, facts.working_set_tokens, facts.g1_tokens
+    name, needed, g1_tokens = facts.reference.name, facts.cell.plan.working_set_tokens, facts.g1_tokens
     sizes = ""
     if g1_tokens is not None:
         how = "fits into" if needed <= g1_tokens else "is larger than"
@@ -126,7 +126,7 @@ def fits_g1(facts: CellFacts) -> Why | None:
 
 
 def _more_pressure(facts: CellFacts) -> tuple[str, str]:
-    kind = KINDS.get(facts.workload["kind"])
+    kind = KINDS.get(facts.cell.kind)
     scale_key = kind.scale_key if kind else None
     if scale_key is None:
         return "measure a workload with a larger working set", "--workload"
@@ -135,8 +135,8 @@ def _more_pressure(facts: CellFacts) -> tuple[str, str]:
 
 def small_prefill(facts: CellFacts) -> Why | None:
     """Even the floor, whose G1 holds everything, is not faster by the margin of the verdict."""
-    floor = facts.floor.median_ms if facts.floor else None
-    reference = facts.reference.median_ms
+    floor = facts.floor.summary["ttft_ms"]["p50"] if facts.floor else None
+    reference = facts.reference.summary["ttft_ms"]["p50"]
     if floor is None or not reference or 1 - floor / reference >= facts.limits.margin:
         return None
     text = (
@@ -165,7 +165,7 @@ def overloaded(facts: CellFacts) -> Why | None:
     """TTFT was mostly waiting. In a closed loop a busy engine is normal, so there only a queue in both arms counts."""
     limits, arms = facts.limits, (facts.reference, facts.measured)
     queues = [arm.queue_share or 0.0 for arm in arms]
-    if facts.is_closed_loop:
+    if facts.cell.plan.is_closed_loop:
         is_overloaded = min(queues) > limits.collapse_queue_share
     else:
         busy = facts.reference.summary["utilisation"] or 0.0
@@ -183,9 +183,9 @@ def _load(arm: ArmFacts) -> str:
 
 
 def _less_load(facts: CellFacts) -> tuple[str, str]:
-    if facts.is_closed_loop:
+    if facts.cell.plan.is_closed_loop:
         return "use a lower `--concurrency`", "--concurrency"
-    if facts.is_trace:
+    if facts.cell.kind == "trace":
         return LONGER_TIMES, "time_scale"
     rate = facts.reference.summary["throughput"]["requests_per_s"]
     if not rate:
