@@ -114,9 +114,9 @@ def compare(
         measured_ttft_ms=measured_ms,
         ratio=ratio,
         has_loads=has_loads if is_without_kvbm else None,
-        clients=[client_of(run) for run in (*one, *other)],
+        clients=[_client_of(run) for run in (*one, *other)],
         warm_starts=[found for run in (*one, *other) if (found := warm_start(run, cell.plan))],
-        utilisation=_utilisation(one),
+        utilisation=max((share for run in one if (share := utilisation_of(run)) is not None), default=None),
         queue_share=queue_share_of(one),
         is_closed_loop=cell.plan.is_closed_loop,
         is_trace=cell.kind == "trace",
@@ -192,15 +192,10 @@ def _samples(cell: CellResult, runs: Sequence[Measurement]) -> Samples:
     return samples
 
 
-def client_of(run: Measurement) -> ClientLoad:
+def _client_of(run: Measurement) -> ClientLoad:
     """Return the client's lateness with the requests of this run, and its CPU share, which all arms may share."""
     lateness_ms = [late for record in run.records if (late := record.lateness_ms) is not None]
     return ClientLoad(run.run, lateness_ms, run.client["cpu_share"])
-
-
-def _utilisation(runs: Sequence[Measurement]) -> float | None:
-    found = [share for run in runs if (share := utilisation_of(run)) is not None]
-    return max(found, default=None)
 
 
 def utilisation_of(run: Measurement) -> float | None:
