@@ -59,7 +59,6 @@ class Report:
 class CellView:
     """One cell of the summary with its answered requests, and the arms by which colours are chosen."""
 
-    report: Report
     cell: dict[str, Any]
     result: CellResult
     arms: list[str]
@@ -69,7 +68,7 @@ class CellView:
     def of(cls, report: Report, cell: dict[str, Any]) -> CellView:
         result = next(one for one in report.results.cells if one.name == cell["name"])
         own = [record for run in result.runs for record in run.records if record.is_ok and record.ttft_ms is not None]
-        return cls(report, cell, result, report.arms(), own)
+        return cls(cell, result, report.arms(), own)
 
     @property
     def primary(self) -> list[RequestRecord]:
