@@ -65,7 +65,7 @@ def show_plan(setup: Setup, *, as_json: bool, first_starts: int = 0, notes: Sequ
     for cell in plan["cells"]:
         pressure = "" if cell["pressure"] is None else f", pressure {cell['pressure']:g}"
         print(f"\n{cell['name']}: {cell['workload']['kind']}{pressure}")
-        print(f"  requests       {_requests(cell)}")
+        print(f"  requests       {'' if cell['requests'] else 'at most '}{cell['most_requests']:,} per run")
         print(f"  working set    {_tokens(cell['working_set_tokens'])}; G1 holds {_tokens(cell['g1_tokens'])}")
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
         print(f"  duration       about {duration(cell['duration_s'])}")
@@ -95,6 +95,10 @@ def plan_of(setup: Setup, *, first_starts: int = 0, notes: Sequence[str] = ()) -
         described["duration_s"] = outline.duration_s * len(described["order"]) + speed.start_s * cell_starts
         duration_s += described["duration_s"] + outline.recording_s
         is_assumed |= outline.is_assumed
+    assumption = (
+        f"the duration assumes {speed.prompt_tokens:,.0f} prompt tokens per second; the preparation measures them, and "
+        "`--duration` limits a run"
+    )
     working_set = max((cell["working_set_tokens"] for cell in content["cells"]), default=0)
     memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
     groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
@@ -105,15 +109,8 @@ def plan_of(setup: Setup, *, first_starts: int = 0, notes: Sequence[str] = ()) -
         "starts": starts,
         "duration_s": duration_s,
         "memory_bytes_at_once": None if None in memory.values() else at_once,
-        "notes": [*notes, *([_assumption(speed)] if is_assumed else [])],
+        "notes": [*notes, *([assumption] if is_assumed else [])],
     }
-
-
-def _assumption(speed: AssumedSpeed) -> str:
-    return (
-        f"the duration assumes {speed.prompt_tokens:,.0f} prompt tokens per second; the preparation measures them, and "
-        "`--duration` limits a run"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +166,6 @@ def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
 
 def _memory(byte_count: int | None) -> str:
     return "memory unknown" if byte_count is None else f"{format_size(byte_count)} for the KV cache"
-
-
-def _requests(cell: dict[str, Any]) -> str:
-    return f"{'' if cell['requests'] else 'at most '}{cell['most_requests']:,} per run"
 
 
 def _tokens(count: int | None) -> str:

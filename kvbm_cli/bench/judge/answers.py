@@ -92,11 +92,8 @@ def judged_arms(results: Results) -> list[str]:
 
 def _references_with_the_engine(results: Results) -> list[str]:
     """Return references that the measured arm's profile does not tell apart by the engine; servers are among them."""
-    return [name for name in results.plan["references"] if not _has_other_engine(results, name)]
-
-
-def _has_other_engine(results: Results, name: str) -> bool:
-    return any(key.startswith("engine.") for key in results.arms[name]["differences"])
+    differences = {name: results.arms[name]["differences"] for name in results.plan["references"]}
+    return [name for name, keys in differences.items() if not any(key.startswith("engine.") for key in keys)]
 
 
 def transfers_of(runs: Sequence[Measurement]) -> Transfers:
@@ -107,14 +104,7 @@ def transfers_of(runs: Sequence[Measurement]) -> Transfers:
     return Transfers(
         loaded_tokens=max(sum(one.get(tier) or 0 for one in of for tier in LOADED) for of in (by_usage, by_metrics)),
         onboarded_blocks=round(sum(one.get(name) or 0 for one in counters for name in ONBOARDED_BLOCKS)),
-        are_reported=has_counters(runs),
-    )
-
-
-def has_counters(runs: Sequence[Measurement]) -> bool:
-    """Whether `transfers_of` could have found any: the engine reports where prompt tokens came from."""
-    return any(run.server.get("prompt_tokens") or run.server.get("kvbm_counters") for run in runs) or any(
-        record.g2_tokens is not None for run in runs for record in run.records
+        are_reported=any((*by_metrics, *counters, *("g2" in tokens for tokens in by_usage))),
     )
 
 

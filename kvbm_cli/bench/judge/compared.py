@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from kvbm_cli.bench.judge.answers import ArmAnswers, has_counters, transfers_of, warm_start
+from kvbm_cli.bench.judge.answers import ArmAnswers, transfers_of, warm_start
 from kvbm_cli.bench.judge.correctness import OutputVerdict
 from kvbm_cli.bench.judge.estimates import (
     PercentileComparison,
@@ -141,9 +141,8 @@ def compare(
 def _has_loads(runs: Sequence[Measurement], *, is_known: bool) -> bool | None:
     """Return whether blocks were loaded. A server elsewhere may be faster for any reason; without `is_known`, no load
     is not a finding."""
-    if transfers_of(runs).are_proven:
-        return True
-    return False if is_known and has_counters(runs) else None
+    transfers = transfers_of(runs)
+    return True if transfers.are_proven else False if is_known and transfers.are_reported else None
 
 
 def is_cell_tight(cell: CellResult, *, measured: str, references: Sequence[str]) -> bool:
