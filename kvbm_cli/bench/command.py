@@ -240,15 +240,16 @@ def search(
 
     `words` and `engines`: see `measure`.
     """
-    with _interruptible(), contextlib.closing(directory), writing(directory.path):
+    with _interruptible(), contextlib.closing(directory):
         try:
-            with BenchProgress() as progress:
+            with BenchProgress() as progress, writing(directory.path):
                 found = find_limits(setup, conditions, engines or ArmEngines(setup.comparison), directory, progress)
         except KeyboardInterrupt:
             print_note(f"interrupted; the probes that have ended are in {directory.path}")
             return INTERRUPTED_EXIT_CODE
         try:
-            directory.write_json(LIMIT, {**found, "command": list(words), **_surroundings(setup.comparison)})
+            with writing(directory.path):
+                directory.write_json(LIMIT, {**found, "command": list(words), **_surroundings(setup.comparison)})
         finally:
             show_limits(found, directory.path, as_json=as_json)
     return 0

@@ -6,7 +6,7 @@
     runs.jsonl                 one line per run that has ended
     runs/<run>/                engine.log, server-metrics.jsonl
     summary.json, report.html  the result; `"complete": false` marks an interrupted experiment
-    limit.json, probes.jsonl   of `--find-limit`, in place of summary.json and runs.jsonl
+    limit.json, probes.jsonl   of `--find-limit`, in place of summary.json, report.html and runs.jsonl
     .lock                      locked by the command that measures
 
 The name of a cell is its workload, with the pressure if there is one; the name of a run is <cell>.<pair>.<arm>.
