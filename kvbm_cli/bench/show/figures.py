@@ -33,7 +33,7 @@ class Figure:
 
     kind: str
     note: str
-    legends: Sequence[Legend]
+    legend: Legend
     data: dict[str, Any]
     table: ReportTable
 
@@ -122,7 +122,7 @@ def by_turn(view: CellView) -> Figure | None:
     return Figure(
         kind="turns",
         note=f"Median and quartiles of all {count(len(view.answered))} answered requests.",
-        legends=[arm_legend(view, found)],
+        legend=arm_legend(view, found),
         data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
         table=ReportTable(
             "Time to first token by turn, in ms",
@@ -160,7 +160,7 @@ def by_source(view: CellView) -> Figure | None:
         kind="sources",
         note="A request counts for the source of most of its prompt tokens. "
         "Box: quartiles and median; whiskers: 5% to 95%.",
-        legends=[arm_legend(view, groups, "box")],
+        legend=arm_legend(view, groups, "box"),
         data={
             "sources": [SOURCES[source].partition(",")[0] for source in sources],
             "arms": [
@@ -193,7 +193,7 @@ def ecdf(view: CellView) -> Figure | None:
     return Figure(
         kind="ecdf",
         note=f"Empirical distribution over {view.primary_name}. A line further left is faster.",
-        legends=[arm_legend(view, lines)],
+        legend=arm_legend(view, lines),
         data={
             "arms": [
                 {"arm": view.number_of(arm), "points": [[round(x, 2), round(y, 4)] for x, y in points]}

@@ -39,7 +39,7 @@ def ladder(report: Report) -> Figure | None:
         note="Geometric mean over pairs of equal requests, with its 95% interval; above 1 is faster. "
         "Pressure: working set over the capacity of G1."
         + (f" Not usable: pressure {', '.join(dict.fromkeys(unusable))}." if unusable else ""),
-        legends=[[(f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)]],
+        legend=[(f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)],
         data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
         table=ReportTable(
             "Speed-up of the time to first token by pressure",
@@ -81,7 +81,7 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
         kind="pareto",
         note=f"A point per load. To the right and down is better: more tokens per second, and a shorter median {name} "
         "of the phase that the result is about.",
-        legends=[[(f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)]],
+        legend=[(f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)],
         data={
             "x": unit,
             "y": f"{short} p50, ms",
@@ -132,7 +132,7 @@ def parts_of_time(view: CellView) -> Figure | None:
     return Figure(
         kind="parts",
         note=f"Mean over all answered requests.{queue}",
-        legends=[[(f"part-{PARTS.index(name)}", name) for name in names]],
+        legend=[(f"part-{PARTS.index(name)}", name) for name in names],
         data={"arms": list(rows), "parts": [PARTS.index(name) for name in names], "rows": list(rows.values())},
         table=ReportTable(
             "Where the time of a request goes, mean in ms",
@@ -167,7 +167,7 @@ def timeline(view: CellView) -> Figure | None:
     return Figure(
         kind="timeline",
         note=f"Pair {pair}; one mark per request. The table has medians.",
-        legends=[arm_legend(view, points, "mark")],
+        legend=arm_legend(view, points, "mark"),
         data={
             "arms": [
                 {"arm": view.number_of(name), "points": [rounded(point) for point in thinned(found, TIMELINE_POINTS)]}
