@@ -73,7 +73,8 @@ def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as
     """Return the exit code. What cannot be stopped is named, and the rest is stopped. Raises UsageError if `reference`
     is ambiguous."""
     runs, unreadable = _select(Runs.of_user(), reference, every=every)
-    problems = {run.name: why for run in (*runs, *unreadable) if (why := _obstacle(run)) is not None}
+    selected: list[EngineRun | UnreadableRun] = [*runs, *unreadable]
+    problems = {run.name: why for run in selected if (why := _obstacle(run)) is not None}
     stopped = _stop(
         [run for run in runs if run.name not in problems],
         [run for run in unreadable if run.name not in problems],

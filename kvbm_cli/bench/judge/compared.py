@@ -116,7 +116,7 @@ def compare(
         has_loads=has_loads if is_without_kvbm else None,
         clients=[_client_of(run) for run in (*one, *other)],
         warm_starts=[found for run in (*one, *other) if (found := warm_start(run, cell.plan))],
-        utilisation=max((share for run in one if (share := utilisation_of(run)) is not None), default=None),
+        utilisation=max((busy for run in one if (busy := utilisation_of(run)) is not None), default=None),
         queue_share=queue_share_of(one),
         is_closed_loop=cell.plan.is_closed_loop,
         is_trace=cell.kind == "trace",
