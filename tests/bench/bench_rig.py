@@ -146,7 +146,7 @@ def comparison(*compare: str) -> Comparison:
 
 def setup_of(*workloads: Workload, compare: Sequence[str] = ()) -> Setup:
     cells = tuple(Cell(one.name, one) for one in workloads or (WORKLOAD,))
-    return command._setup(comparison(*compare), cells)
+    return Setup(comparison(*compare), cells)
 
 
 def measure(

@@ -17,12 +17,11 @@ from terminal import assert_entry
 from kvbm.engines import engine_kind
 from kvbm.engines.installation import Installation
 from kvbm.errors import UsageError
-from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.result.results import Results
-from kvbm_cli.bench.setup import caveats_of
+from kvbm_cli.bench.setup import Setup, caveats_of
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary
 from kvbm_cli.bench.workload.slo import Slo
@@ -224,7 +223,7 @@ def load(monkeypatch):
 
 
 def caveats(*compare: str, profiles: Sequence[str] = ("demo",), overrides: Sequence[str] = ()) -> list[str]:
-    return caveats_of(command._setup(comparison_of(profiles, overrides, compare), (Cell("small", WORKLOAD),)))
+    return caveats_of(Setup(comparison_of(profiles, overrides, compare), (Cell("small", WORKLOAD),)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ MUTANTS = (
         name="bench-profiles-share-a-metrics-port",
         bug="Two profiles with one metrics port run at the same time.",
         file="kvbm_cli/bench/engines.py",
-        old="profile = with_free_metrics_port(profile)",
+        old='own = profile = with_values(own, "metrics", port=0)',
         new="pass",
         fails="tests/bench/test_bench_arms.py -k metrics_port",
     ),
