@@ -44,6 +44,7 @@ SHARED_BY_ENGINES = tuple(
         "model_facts",
         "python_probe",
         "synthetic_directory",
+        "token_pools",
     )
 )
 EMBEDDED_MODELS = tuple(f"kvbm.engines.embedded.engine.{name}" for name in ("synthetic_models", "supported_models"))
@@ -132,6 +133,7 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.engines.disaggregated", ("kvbm.config.schema", "kvbm.engines.launch_plan")),
     Rule("kvbm.engines.python_probe", ("kvbm.child.run", "kvbm.engines.installation")),
     Rule("kvbm.engines.make_model", never=ENGINES[2:], lazily=("torch", "transformers", "numpy")),
+    Rule("kvbm.engines.token_pools", ("kvbm.sizing",)),
     Rule("kvbm.engines.near_models"),
     Rule(
         "kvbm.engines.model_facts",
