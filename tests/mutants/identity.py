@@ -336,9 +336,9 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-counts-replicas",
         bug="each data-parallel replica has a cache of its own",
-        file="kvbm/engines/vllm/options.py",
-        old='{"data_parallel_size", "data_parallel_size_local", "data_parallel_rank", ',
-        new='{"data_parallel_size_local", ',
+        file="kvbm/engines/vllm/options.yaml",
+        old="    - data_parallel_size data_parallel_size_local data_parallel_rank ",
+        new="    - data_parallel_size_local ",
         fails="tests/identity/test_namespace.py -k replicas_differ",
     ),
 )
