@@ -18,7 +18,7 @@ from math import ceil
 from kvbm.config.engine import VllmArguments
 from kvbm.config.heads import have_layers_equal_heads
 from kvbm.config.values import count_of
-from kvbm.engines.vllm.cpu import PLAIN, LatentAttention, keeps_narrow_gdn, widens_states
+from kvbm.engines.vllm.cpu import PLAIN, LatentAttention, keeps_narrow_gdn, latent_attention, widens_states
 from kvbm.engines.vllm.models import KINDS_OF_STATES
 from kvbm.engines.vllm.sizing_groups import CacheGroup, cache_groups
 from kvbm.engines.vllm.state_settings import (
@@ -202,7 +202,7 @@ def device(
         sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
         notes=notes,
         replica_count=replicas,
-        attention_backend=None if plan.latent is None else plan.latent.backend.value,
+        attention_backend=None if plan.latent is None else plan.latent.backend,
     )
     snapshot = plan.snapshot
     if snapshot is None:
@@ -255,7 +255,7 @@ def latent_on_cpu(model: Model, specs: Sequence[LayerSpec]) -> LatentAttention |
     kinds, setting = {spec.kind for spec in specs}, model.setting
     if LayerKind.LATENT not in kinds or setting.disables_latent or not setting.on_cpu:
         return None
-    return LatentAttention(model.arguments, setting.cpu)
+    return latent_attention(model.arguments, setting.cpu)
 
 
 def _ranks(model: Model) -> Ranks:
@@ -330,7 +330,7 @@ def _block_tokens(
     notes: list[str] = []
     if latent is not None:
         tokens = latent.block_tokens
-        notes.append(latent.note())
+        notes.append(latent.note)
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
