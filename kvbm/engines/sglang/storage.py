@@ -28,12 +28,12 @@ from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import KEY, resolve_connector
 from kvbm.engines.engine_code import module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.opening import open_storage
 from kvbm.engines.sglang import flushes, weight_updates
 from kvbm.engines.sglang.host_pool import Addresses, HostPool, copy_in, copy_out
 from kvbm.engines.sglang.identity import identity, is_attached
 from kvbm.engines.sglang.leader_thread import LeaderThread
 from kvbm.engines.sglang.ranks import for_rank, replica
-from kvbm.engines.storage_opening import open_storage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.identity.description import Description, describe

@@ -52,7 +52,7 @@ from kvbm.boundary import Boundary, contained, hook
 from kvbm.config.connector import KEY, resolve_connector
 from kvbm.engines.engine_code import call_before, module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
-from kvbm.engines.storage_opening import open_storage
+from kvbm.engines.opening import open_storage
 from kvbm.engines.vllm import idle_engine, loads
 from kvbm.engines.vllm.beginning import log_as_vllm_does, refuse_rival
 from kvbm.engines.vllm.engine_facts import VllmFacts
