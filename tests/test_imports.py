@@ -118,7 +118,10 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.engines.engine_code", ("kvbm.identity.machine",), never=ENGINES[1:], lazily=("torch",)),
     Rule(
         "kvbm.engines.opening",
-        ("kvbm.device", "kvbm.host", "kvbm.leader", "kvbm.tiers", "kvbm.hashing", "kvbm.boundary", "kvbm.config.schema"),
+        (
+            *("kvbm.device", "kvbm.host", "kvbm.leader", "kvbm.tiers", "kvbm.hashing", "kvbm.boundary"),
+            "kvbm.config.schema",
+        ),
     ),
     Rule("kvbm.engines.launch_plan", ("kvbm.config.schema",)),
     Rule("kvbm.engines.engine_kind", ("kvbm.config", "kvbm.sizing", *SHARED_BY_ENGINES)),
