@@ -6,7 +6,7 @@
 The digest is xxh3 with 128 bits: it finds accidents, not attacks. A user who can write the weights controls the
 answers. xxh3 reads faster than memory delivers, so pieces pass through a buffer that stays in the cache of a core.
 
-Whether a file changed is read from its metadata. That is exact on some file systems only (`shows_changes`), and only
+Whether a file changed is read from its metadata. That is exact on some file systems only (file_systems.yaml), and only
 for bytes that have been written back: a store through a mapping sets the times of a file at the first store to a clean
 page, not at later ones, and a call of `write` sets them when it begins. So every look at the metadata waits for such a
 call, and writes back what is dirty before it (`signature_of`). Where that has no effect, as on an overlay, a file that
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
+import yaml
 
 from kvbm.host.libc import LIBC, last_error
 
@@ -38,32 +39,10 @@ QUIET_NS = 60_000_000_000  # within it the kernel writes dirty pages back by its
 SECOND_NS = 1_000_000_000
 WRITE_BACK = 7  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER
 
-# Types of file systems (`f_type` of statfs) that set ctime at each change, from the system's or the server's clock.
-# Images (squashfs, erofs) store what their builder wrote; FUSE and FAT take mtime for ctime; overlay hides the type.
-LIVE_FILE_SYSTEMS = frozenset(
-    {
-        0xEF53,  # ext2, ext3, ext4
-        0x58465342,  # xfs
-        0x9123683E,  # btrfs
-        0x2FC12FC1,  # zfs
-        0xF2F52010,  # f2fs
-        0xCA451A4E,  # bcachefs
-        0x6969,  # nfs
-        0x0BD00BD0,  # lustre
-        0x00C36400,  # ceph
-        0x47504653,  # gpfs
-    }
-)
-# Those of them whose kernel always stores nanoseconds, and for which there are tools that build images (`mke2fs -d`).
-BUILT_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0xCA451A4E})
-# Those where a store through a mapping leaves no trace at all: they never write back.
-SILENT_FILE_SYSTEMS = frozenset(
-    {
-        0x01021994,  # tmpfs
-        0x858458F6,  # ramfs
-        0x958458F6,  # hugetlbfs
-    }
-)
+_TYPES = yaml.safe_load(Path(__file__).with_name("file_systems.yaml").read_text())
+LIVE_FILE_SYSTEMS = frozenset(_TYPES["live"].values())
+BUILT_FILE_SYSTEMS = frozenset(_TYPES["live"][name] for name in _TYPES["built"])
+SILENT_FILE_SYSTEMS = frozenset(_TYPES["silent"].values())
 OVERLAY = 0x794C7630
 FIEMAP = 0xC020660B
 FIEMAP_REQUEST = struct.Struct("QQIIII")  # start, length, flags, mapped extents, extents that fit, reserved

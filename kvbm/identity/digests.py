@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from kvbm.child import deadlines
-from kvbm.child.channel import Channel, ChannelClosed
+from kvbm.child.channel import ChannelClosed
 from kvbm.child.child import Problem
 from kvbm.child.parent import end, start_child
 from kvbm.errors import EnvironmentProblem
@@ -80,20 +80,14 @@ def _by_process(files: Files) -> list[str]:
         raise Unidentified(error.message) from error
     try:
         channel.send(DigestOrder(tuple(files), frozenset(allowed_cores())))
-        digests = _answer(channel)
+        answer = channel.receive_one(object)
     except ChannelClosed as error:
         raise Unidentified("the process that reads the files of the model has ended") from error
     finally:
         channel.close()
         end(child, deadlines.EXIT_S)
-    log.info("kvbm: identified %.1f GB of model files in %.1f s", total_gb, time.monotonic() - began_s)
-    return digests
-
-
-def _answer(channel: Channel) -> list[str]:
-    """May raise Unidentified or ChannelClosed."""
-    answer = channel.receive_one(object)
     if isinstance(answer, Problem):
         raise Unidentified(answer.message)
     assert isinstance(answer, Digests), answer
+    log.info("kvbm: identified %.1f GB of model files in %.1f s", total_gb, time.monotonic() - began_s)
     return list(answer.digests)
