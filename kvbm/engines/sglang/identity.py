@@ -67,14 +67,14 @@ def identity(storage: Any, pool: dict[str, object]) -> tuple[dict[str, object], 
         "part": part_of(storage),
     }
     try:
-        options = _options()
+        options, counting = _options()
         facts["model"] = str(options["model_path"])
         directory = snapshot_of(str(options["model_path"]), options.get("revision"), options.get("download_dir"))
         require_format(str(getattr(options.get("load_format"), "value", options.get("load_format"))), LOAD_FORMATS)
         facts["weights"] = with_weights(content_of(directory, every=bool(options.get("trust_remote_code"))))
         if code := code_of(_roots(), "sglang"):
             facts["code"] = code
-        facts["options"] = Options(directory).digest(_counting(options))
+        facts["options"] = Options(directory).digest(counting)
         facts["environment"] = _environment(Options(directory))
         configuration = configuration_of(directory)
         facts["length"] = int(options.get("context_length") or 0) if depends_on_length(configuration) else 0
@@ -112,33 +112,24 @@ def _doubt(options: dict[str, Any], configuration: Mapping[str, Any]) -> str:
     return ""
 
 
-def _options() -> dict[str, Any]:
-    """Return SGLang's options with the values that are in effect. Raises Unidentified."""
+def _options() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return SGLang's options with the values that are in effect, and those of them that may change KV. Raises
+    Unidentified."""
     try:
         arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
         value_of = importlib.import_module("sglang.srt.arg_groups.overrides").resolution_result
-        return {name: value_of(arguments, name) for name in _sections()}
+        sections = importlib.import_module("sglang.srt.arg_groups.arg_utils").namespace_of(type(arguments))
+        options = {name: value_of(arguments, name) for name in sections}
     except (ImportError, AttributeError, ValueError) as error:
         raise Unidentified(f"the options of this version of SGLang are unknown ({error})") from error
-
-
-def _sections() -> dict[str, str]:
-    """Return the section of each option."""
-    arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
-    found: dict[str, str] = importlib.import_module("sglang.srt.arg_groups.arg_utils").namespace_of(type(arguments))
-    return found
-
-
-def _counting(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that may change KV."""
-    sections = _sections()
-    return {
+    counting = {
         name: value
         for name, value in options.items()
         if name not in _NOT_KV
         and (section := sections[name].partition(".")[0]) not in _NOT_KV_SECTIONS
         and (section != "schedule" or name in _KV_OF_SCHEDULE)
     }
+    return options, counting
 
 
 def _environment(options: Options) -> str | Hashed:
