@@ -188,9 +188,14 @@ def device(
     replicas = _replica_count(plan, model.config, tensor_parallel) if shares_equal_kv else 1
     if replicas > 1:
         notes += (f"{replicas} ranks have equal KV, of which G2 and G3 keep one copy",)
-    if plan.snapshot is not None:
+    snapshot, stored_blocks = plan.snapshot, 0
+    stored_longest: tuple[int, int] | None = None
+    if snapshot is not None:
         notes += tuple(_snapshot_notes(arguments, plan, length))
-    stateless = Device(
+        snapshot = replace(snapshot, state_bytes=snapshot.state_bytes * tensor_parallel)
+        stored_blocks = plan.stored_blocks(length) if length else 0
+        stored_longest = (longest, plan.stored_blocks(longest)) if longest else None
+    return Device(
         block_tokens=plan.block_tokens,
         rank_block_bytes=tuple(size for size in block_bytes for _ in range(tensor_parallel)),
         block_count=block_count,
@@ -203,15 +208,9 @@ def device(
         notes=notes,
         replica_count=replicas,
         attention_backend=None if plan.latent is None else plan.latent.backend,
-    )
-    snapshot = plan.snapshot
-    if snapshot is None:
-        return stateless
-    return replace(
-        stateless,
-        snapshot=replace(snapshot, state_bytes=snapshot.state_bytes * tensor_parallel),
-        stored_sequence_blocks=plan.stored_blocks(length) if length else 0,
-        stored_longest=(longest, plan.stored_blocks(longest)) if longest else None,
+        snapshot=snapshot,
+        stored_sequence_blocks=stored_blocks,
+        stored_longest=stored_longest,
     )
 
 
