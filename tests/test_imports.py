@@ -25,7 +25,6 @@ RUNS_THE_CACHE = (
     "kvbm.engines.launch_plan",
     "kvbm.engines.engine_code",
     "kvbm.engines.opening",
-    "kvbm.engines.storage_opening",
 )
 # Modules of an engine's folder that say what is known before it starts. They import no engine and no cache.
 FOLDERS = ("vllm", "trtllm", "sglang", "embedded")
@@ -44,6 +43,7 @@ SHARED_BY_ENGINES = tuple(
         "model_facts",
         "python_probe",
         "synthetic_directory",
+        "token_pools",
     )
 )
 EMBEDDED_MODELS = tuple(f"kvbm.engines.embedded.engine.{name}" for name in ("synthetic_models", "supported_models"))
@@ -118,13 +118,9 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.engines.engine_code", ("kvbm.identity.machine",), never=ENGINES[1:], lazily=("torch",)),
     Rule(
         "kvbm.engines.opening",
-        ("kvbm.host.region", "kvbm.leader", "kvbm.tiers", "kvbm.hashing", "kvbm.boundary", "kvbm.config.schema"),
-    ),
-    Rule(
-        "kvbm.engines.storage_opening",
         (
-            *("kvbm.device", "kvbm.host", "kvbm.leader.storage_leader", "kvbm.tiers.settings", "kvbm.boundary"),
-            *("kvbm.config", "kvbm.engines.opening"),
+            *("kvbm.device", "kvbm.host", "kvbm.leader", "kvbm.tiers", "kvbm.hashing", "kvbm.boundary"),
+            "kvbm.config.schema",
         ),
     ),
     Rule("kvbm.engines.launch_plan", ("kvbm.config.schema",)),
@@ -132,10 +128,10 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.engines.disaggregated", ("kvbm.config.schema", "kvbm.engines.launch_plan")),
     Rule("kvbm.engines.python_probe", ("kvbm.child.run", "kvbm.engines.installation")),
     Rule("kvbm.engines.make_model", never=ENGINES[2:], lazily=("torch", "transformers", "numpy")),
-    Rule("kvbm.engines.near_models"),
+    Rule("kvbm.engines.token_pools", ("kvbm.sizing",)),
     Rule(
         "kvbm.engines.model_facts",
-        ("kvbm.config.engine", "kvbm.config.sizes", "kvbm.sizing", "kvbm.engines.near_models"),
+        ("kvbm.config.engine", "kvbm.config.sizes", "kvbm.sizing"),
     ),
     Rule("kvbm.engines.synthetic_directory", ("kvbm.config", "kvbm.engines.make_model", "kvbm.engines.model_facts")),
     Rule("kvbm.engines.model_tokenizer", ("kvbm.engines.model_facts",)),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from interface import Collectives, Manager, State, Version, arguments, installed, require_attention_dp
 
-from kvbm.engines.trtllm import meeting
+from kvbm.engines.trtllm.rank_side import RankSide
 
 BLOCK = 4
 LAYERS = 2
@@ -474,7 +474,7 @@ class Engine:
         for part in (getattr(self, "leader", None), *getattr(self, "workers", ())):
             if part is not None:
                 part.shutdown()
-        meeting.leader_of_this_process = None
+        RankSide.leader = None
         del self.connector.os.environ["TLLM_KVBM_CONFIG"]
         self._installed.__exit__(None, None, None)
 
