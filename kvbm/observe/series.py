@@ -9,8 +9,10 @@ The leader's thread writes all numbers, into `Counters`. A collector only reads,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.metrics import MATCH_BOUNDS_S, TRANSFER_BOUNDS_S, Counters, Facts, TierBlocks
@@ -31,111 +33,21 @@ class Family:
     and the series bytes."""
 
     about: str
-    labels: tuple[str, ...]
+    labels: Sequence[str]
     rows: Mapping[tuple[str, ...], str]
-    in_blocks: tuple[str, ...] = ()
+    in_blocks: Sequence[str] = ()
 
 
-COUNTED: dict[str, Family] = {
-    "kvbm_transfer_bytes": Family(
-        "bytes of blocks that were copied from one tier to another and registered there, or passed to the engine",
-        ("source", "target"),
-        {
-            ("device", "host"): "offload_bytes",
-            ("host", "device"): "onboard_bytes",
-            ("host", "disk"): "disk_offload_bytes",
-            ("disk", "host"): "disk_fetched_blocks",
-            ("host", "object"): "shared_offload_bytes",
-            ("object", "host"): "shared_fetched_blocks",
-        },
-        in_blocks=("disk_fetched_blocks", "shared_fetched_blocks"),
-    ),
-    "kvbm_transfer_failures": Family(
-        "blocks whose transfer failed, by `reason`: `copy`, `io`, `checksum`, `absent` (the object no longer exists), "
-        "or `late` (the engine computed them instead)",
-        ("source", "target", "reason"),
-        {
-            ("device", "host", "copy"): "offload_failed_blocks",
-            ("host", "device", "copy"): "onboard_copy_failed_blocks",
-            ("host", "disk", "io"): "disk_write_failed_blocks",
-            ("disk", "host", "io"): "disk_read_failed_blocks",
-            ("disk", "host", "checksum"): "disk_damaged_blocks",
-            ("disk", "host", "late"): "disk_late_blocks",
-            ("host", "object", "io"): "shared_write_failed_blocks",
-            ("object", "host", "io"): "shared_read_failed_blocks",
-            ("object", "host", "checksum"): "shared_damaged_blocks",
-            ("object", "host", "absent"): "shared_absent_blocks",
-            ("object", "host", "late"): "shared_late_blocks",
-        },
-    ),
-    "kvbm_prompt_tokens": Family(
-        "prompt tokens of completed requests by `source` of their KV; `computed`: the engine computed it",
-        ("source",),
-        {
-            ("device",): "prompt_device_tokens",
-            ("host",): "prompt_host_tokens",
-            ("disk",): "prompt_disk_tokens",
-            ("object",): "prompt_shared_tokens",
-            ("computed",): "prompt_computed_tokens",
-        },
-    ),
-    "kvbm_aborted_prompt_tokens": Family(
-        "prompt tokens of requests that were aborted or failed; in no other series", (), {(): "prompt_aborted_tokens"}
-    ),
-    "kvbm_saved_prefill_seconds": Family(
-        "time that computing the loaded prompt tokens would have taken at the engine's measured rate, without the time "
-        "of loading them",
-        (),
-        {(): "saved_prefill_s"},
-    ),
-    "kvbm_matches": Family(
-        "requests that looked up blocks, at their end, by `result`: the blocks that were not on the device were loaded "
-        "all (`hit`), in part (`partial`), or not at all (`miss`)",
-        ("result",),
-        {("hit",): "matches_whole", ("partial",): "matches_partial", ("miss",): "matches_none"},
-    ),
-    "kvbm_evictions": Family(
-        "blocks that left a tier, by `reason`: `capacity` (for newer ones), `reset` (all were dropped), or `damaged`",
-        ("tier", "reason"),
-        {
-            ("host", "capacity"): "evicted_blocks",
-            ("host", "reset"): "host_reset_blocks",
-            ("disk", "capacity"): "disk_evicted_blocks",
-            ("disk", "reset"): "disk_reset_blocks",
-            ("disk", "damaged"): "disk_damaged_blocks",
-        },
-    ),
-    "kvbm_admissions": Family(
-        "blocks that a tier admitted or rejected, by `reason`: `policy` (as the profile says), `room` (none was left), "
-        "or `evicted` (they left host memory before they were written)",
-        ("tier", "decision", "reason"),
-        {
-            ("host", "admitted", "policy"): "offload_blocks",
-            ("host", "rejected", "policy"): "offload_declined_blocks",
-            ("host", "rejected", "room"): "offload_skipped_blocks",
-            ("disk", "admitted", "policy"): "disk_admitted_blocks",
-            ("disk", "rejected", "policy"): "disk_filter_rejected_blocks",
-            ("disk", "rejected", "evicted"): "disk_dropped_blocks",
-            ("object", "admitted", "policy"): "shared_admitted_blocks",
-            ("object", "rejected", "policy"): "shared_rejected_blocks",
-            ("object", "rejected", "evicted"): "shared_dropped_blocks",
-        },
-    ),
-    "kvbm_dropped_hints": Family(
-        "hints that had no effect, or less, by their `part`: `retain`, `session`, `prefetch`, or `all` of it; and by "
-        "`reason`: `invalid` (wrong words), `quota` (its tenant had what it may retain), `share` (it gave way to "
-        "another hint), or `late` (the blocks did not come back in time, or were in no tier)",
-        ("part", "reason"),
-        {
-            ("all", "invalid"): "invalid_hints",
-            ("retain", "quota"): "retain_quota_hints",
-            ("retain", "share"): "retain_share_hints",
-            ("session", "share"): "session_share_hints",
-            ("prefetch", "share"): "prefetch_share_hints",
-            ("prefetch", "late"): "prefetch_late_hints",
-        },
-    ),
-}
+def _counted() -> dict[str, Family]:
+    """Read series.json. A row there has the values of the labels, and then the key of the total."""
+    families: dict[str, Any] = json.loads(Path(__file__).with_name("series.json").read_bytes())
+    return {
+        name: Family(**{**family, "rows": {tuple(values): total for *values, total in family["rows"]}})
+        for name, family in families.items()
+    }
+
+
+COUNTED = _counted()
 TRANSFER_SECONDS = (
     "kvbm_transfer_seconds",
     "time from the order of a transfer to the engine step that sees its end, if it moved a block",
