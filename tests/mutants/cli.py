@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         name="prompt-counts-once-per-answer",
         bug="With `n` above 1, the usage counts the tokens of a prompt several times.",
-        file="kvbm/engines/embedded/http/choices.py",
+        file="kvbm/engines/embedded/http/completion.py",
         old="usages[:: self._per_prompt]",
         new="usages",
         fails="tests/embedded/test_server_answers.py -k n_choices",

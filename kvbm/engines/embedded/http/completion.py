@@ -1,18 +1,22 @@
-"""Completion: one request in progress, between the engine thread and the event loop.
+"""Completion: the answer to one HTTP request in progress, between the engine thread and the event loop.
 
     engine thread:  Engine -> on_output ──┐ call_soon_threadsafe
-    event loop:                           └─> _arrive -> take -> Choices -> HTTP
+    event loop:                           └─> _arrive -> next_part -> HTTP
+
+There is one choice for each prompt of the request, times `n`. Every choice is a request of its own in the engine.
+Prompt tokens count once per prompt, as in the OpenAI API.
+
+    prompts  A, B with n = 2      choices  0: A   1: A   2: B   3: B
 
 Only `_hand_over` runs in the engine thread, and it uses only the event loop. The engine sends exactly one last output
-per request, also after an abort. The creator of a Completion must `close` it.
-
-An HTTP request for several answers (`n`, or several prompts) has one Completion for each of them; see `choices.py`.
+per choice, also after an abort. The creator of a Completion must `close` it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,93 +50,125 @@ class CompletionFailed(Exception):
 
 
 class Completion:
-    """One request in progress. Collects the outputs of the engine and returns them as parts of an answer.
+    """Collects the outputs of the engine for the choices and returns them as parts of an answer. `prepared` has the
+    prompt and the parameters of each choice."""
 
-    `index` is the number of its choice. `news` is set when it has new output, has ended or has failed.
-    """
+    def __init__(
+        self, served: Served, request_id: str, body: AnswerBody, prepared: Sequence[tuple[list[int], SamplingParams]]
+    ) -> None:
+        self._engine = served.engine
+        self._loop = asyncio.get_running_loop()
+        self._per_prompt = body.n
+        self._choices = [
+            _Choice(served, f"{request_id}-{index}", body, index, *choice) for index, choice in enumerate(prepared)
+        ]
+        self._news: asyncio.Queue[tuple[_Choice, RequestOutput] | CompletionFailed] = asyncio.Queue()
+
+    def submit(self) -> None:
+        """Submit the choices to the engine. Raises what `Engine.submit` raises."""
+        for choice in self._choices:
+            on_output = partial(self._hand_over, choice)
+            self._engine.submit(choice.request_id, choice.prompt_token_ids, choice.params, on_output)
+
+    async def next_part(self) -> AnswerPart | None:
+        """Wait for new output of any choice and return it; None once all answers are complete.
+
+        Raises CompletionFailed as soon as one choice has failed.
+        """
+        while not all(choice.is_answered for choice in self._choices):
+            choice, output = await self._next()
+            if not choice.is_answered:
+                part = choice.part(output)
+                if choice.is_answered:
+                    self._abort(choice)  # after a stop string, which the engine does not see
+                return part
+        return None
+
+    def prompt_tokens(self, index: int) -> int:
+        return len(self._choices[index].prompt_token_ids)
+
+    async def usage(self) -> Usage:
+        """Wait for the last output of every choice, which has the sources of its prompt tokens. Raises
+        CompletionFailed."""
+        while any(choice.last is None for choice in self._choices):
+            await self._next()
+        usages = [choice.usage() for choice in self._choices]
+        return Usage.sum(usages[:: self._per_prompt], completion_tokens=sum(each.completion_tokens for each in usages))
+
+    def fail(self, message: str) -> None:
+        """End the answer with an error, independently of the engine."""
+        self._news.put_nowait(CompletionFailed(message))
+
+    def close(self) -> None:
+        """Abort choices that are still running. Safe to call at any time, also after the engine has stopped."""
+        for choice in self._choices:
+            self._abort(choice)
+
+    def _abort(self, choice: _Choice) -> None:
+        if choice.last is None:
+            self._engine.abort(choice.request_id)
+
+    async def _next(self) -> tuple[_Choice, RequestOutput]:
+        news = await self._news.get()
+        if isinstance(news, CompletionFailed):
+            raise news
+        return news
+
+    def _hand_over(self, choice: _Choice, output: RequestOutput) -> None:
+        """Hand an output to the event loop. Runs in the engine thread. Outputs that arrive after the loop is closed are
+        dropped."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrive, choice, output)
+
+    def _arrive(self, choice: _Choice, output: RequestOutput) -> None:
+        choice.note(output)
+        self._news.put_nowait((choice, output))
+
+
+class _Choice:
+    """One request of the engine, and the text of its answer."""
 
     def __init__(
         self,
         served: Served,
         request_id: str,
-        prompt_token_ids: list[int],
         body: AnswerBody,
-        *,
-        news: asyncio.Event,
-        index: int = 0,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
+        self.params = params
         self.is_answered = False
+        self.last: RequestOutput | None = None
         self._index = index
-        self._engine = served.engine
         self._metrics = served.metrics
-        self._loop = asyncio.get_running_loop()
         decode = partial(served.codec.decode, skip_special_tokens=body.skip_special_tokens)
-        self._text = TextStream(decode, stop=tuple(body.stop), min_tokens=body.min_tokens)
+        self._text = TextStream(decode, stop=params.stop, min_tokens=params.min_tokens)
         self._token_count = 0
-        self._outputs: list[RequestOutput] = []
-        self._last: RequestOutput | None = None
-        self._failure: str | None = None
-        self._news = news
-        self._ended = asyncio.Event()
         self._created = time.monotonic()
         self._latest_token: float | None = None
 
-    def submit(self, params: SamplingParams) -> None:
-        """Submit the request to the engine. Raises what `Engine.submit` raises."""
-        self._engine.submit(self.request_id, self.prompt_token_ids, params, self._hand_over)
-
-    def take(self) -> list[AnswerPart]:
-        """Return the output since the last call. Raises CompletionFailed."""
-        if self._failure is not None and not self.is_answered:
-            raise CompletionFailed(self._failure)
-        outputs, self._outputs = self._outputs, []
-        return [self._part(output) for output in outputs if not self.is_answered]
-
-    async def usage(self) -> Usage:
-        """Wait for the last output of the request, which has the sources of its prompt tokens."""
-        await self._ended.wait()
-        if self._last is None:
-            raise CompletionFailed(self._failure or "the engine dropped the request")
-        return Usage.of(self._last, completion_tokens=self._token_count)
-
-    def fail(self, message: str) -> None:
-        """End the answer with an error, independently of the engine. Keeps the first reason."""
-        self._failure = self._failure or message
-        self._news.set()
-        self._ended.set()
-
-    def close(self) -> None:
-        """Abort the request if it is still running. Safe to call at any time, also after the engine has stopped."""
-        if self._last is None:
-            self._engine.abort(self.request_id)
-
-    def _hand_over(self, output: RequestOutput) -> None:
-        """Hand an output to the event loop. Runs in the engine thread. Outputs that arrive after the loop is closed are
-        dropped."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._arrive, output)
-
-    def _arrive(self, output: RequestOutput) -> None:
-        if output.new_token_ids:
-            self._measure_tokens()
-        if output.finish_reason is not None:
-            self._last = output
-            self._ended.set()
-            self._metrics.request_ended(output, seconds=time.monotonic() - self._created)
-        self._outputs.append(output)
-        self._news.set()
-
-    def _measure_tokens(self) -> None:
+    def note(self, output: RequestOutput) -> None:
+        """Note an output at the time when it arrives."""
         now = time.monotonic()
-        if self._latest_token is None:
-            self._metrics.first_token.observe(now - self._created)
-        else:
-            self._metrics.next_token.observe(now - self._latest_token)
-        self._latest_token = now
+        if output.new_token_ids:
+            if self._latest_token is None:
+                self._metrics.first_token.observe(now - self._created)
+            else:
+                self._metrics.next_token.observe(now - self._latest_token)
+            self._latest_token = now
+        if output.finish_reason is not None:
+            self.last = output
+            self._metrics.request_ended(output, seconds=now - self._created)
 
-    def _part(self, output: RequestOutput) -> AnswerPart:
+    def usage(self) -> Usage:
+        assert self.last is not None, f"{self.request_id} has not ended"
+        return Usage.of(self.last, completion_tokens=self._token_count)
+
+    def part(self, output: RequestOutput) -> AnswerPart:
+        """Return an output as a part of the answer. Raises CompletionFailed."""
         if output.finish_reason is not None and output.finish_reason not in ENDED_BY_ITSELF:
             raise CompletionFailed(output.error or "the engine dropped the request")
         part = AnswerPart(index=self._index)
@@ -159,7 +195,6 @@ class Completion:
             part.text += self._text.finish()
         if self._text.found_stop is not None:
             part.finish_reason, part.stop_reason = FinishReason.STOP.value, self._text.found_stop
-            self.close()
         elif output.finish_reason is not None:
             part.finish_reason = output.finish_reason.value
         self.is_answered = part.finish_reason is not None

@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
-from kvbm.engines.embedded.http.choices import Choices
 from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.engines.embedded.http.connections import body_of
 from kvbm.engines.embedded.http.openai_requests import (
@@ -121,27 +120,20 @@ class _Endpoints:
         body: AnswerBody = read_body(form, await body_of(request))
         prepared = await prepare(served, body)
         answer_id = f"{prefix}-{client_id}"
-        news = asyncio.Event()
-        completions = [
-            Completion(served, f"{answer_id}-{next(self._number)}", token_ids, body, news=news, index=index)
-            for index, (token_ids, _) in enumerate(prepared)
-        ]
-        choices = Choices(completions, per_prompt=body.n, news=news)
+        completion = Completion(served, f"{answer_id}-{next(self._number)}", body, prepared)
         answer = create_format(_head(served, answer_id, body, [token_ids for token_ids, _ in prepared]))
         self._service.ready()  # the server may have started to stop while the body arrived
-        self._service.running.update(completions)
+        self._service.running.add(completion)
         try:
-            for completion, (_, params) in zip(completions, prepared, strict=True):
-                completion.submit(params)
-            parts = await choices.next_parts()
+            completion.submit()
+            part = await completion.next_part()  # a failure until here has its own status
             headers = {REQUEST_ID: client_id}
             if body.stream:
-                return await stream_response(request, choices, parts, answer, body, headers)
-            return _json(await whole_body(choices, parts, answer), headers=headers)
+                return await stream_response(request, completion, part, answer, body, headers)
+            return _json(await whole_body(completion, part, answer), headers=headers)
         finally:
-            self._service.running.difference_update(completions)
-            for completion in completions:
-                completion.close()
+            self._service.running.discard(completion)
+            completion.close()
 
     async def models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._model(self._service.ready())]})
