@@ -541,15 +541,11 @@ def test_models_are_listed() -> None:
     serve(WrittenEngine(), use)
 
 
-def test_text_survives_tokenize_and_detokenize() -> None:
+def test_a_text_and_messages_are_tokenized() -> None:
     async def use(client: Client) -> None:
-        _, body = await client.post(
-            "/tokenize", prompt="h€<|im_end|>", add_special_tokens=False, return_token_strs=True
-        )
+        _, body = await client.post("/tokenize", prompt="h€<|im_end|>", add_special_tokens=False)
         assert body["tokens"] == [104, 226, 130, 172, 258]
         assert (body["count"], body["max_model_len"]) == (5, 4096)
-        assert body["token_strs"] == ["h", "�", "�", "�", "<|im_end|>"]
-        assert await client.post("/detokenize", tokens=body["tokens"]) == (200, {"prompt": "h€<|im_end|>"})
         _, chat = await client.post("/tokenize", messages=HELLO)
         assert bytes(chat["tokens"][1:6]) == b"user\n"
 

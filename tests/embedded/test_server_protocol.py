@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvbm.engines.embedded.http.openai_requests import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     TokenizeBody,
 )
 from kvbm.engines.embedded.http.request_fields import Body, RequestError, read_body
@@ -231,12 +230,6 @@ def test_tokenize_takes_a_prompt_or_messages() -> None:
     assert conversation.contents == [{"role": "user", "content": "a"}]
     for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'):
         assert refusal(read_body, TokenizeBody, body).message == "exactly one of `prompt` and `messages` is required"
-
-
-def test_detokenize_takes_token_ids() -> None:
-    assert read_body(DetokenizeBody, b'{"tokens": [1, 2]}').tokens == [1, 2]
-    error = refusal(read_body, DetokenizeBody, b'{"tokens": "ab"}')
-    assert error.message == '`tokens` is "ab": it must be a list of token ids'
 
 
 json_values = st.recursive(

@@ -12,7 +12,6 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
-from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
@@ -22,7 +21,6 @@ from kvbm.engines.embedded.http.openai_requests import (
     AnswerBody,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     TokenizeBody,
 )
 from kvbm.engines.embedded.http.openai_responses import (
@@ -35,17 +33,18 @@ from kvbm.engines.embedded.http.openai_responses import (
     error_body,
     model_body,
 )
-from kvbm.engines.embedded.http.prompt import check_model, check_token_ids, encode, prepare
+from kvbm.engines.embedded.http.prompt import check_model, encode, prepare
 from kvbm.engines.embedded.http.request_fields import RequestError, read_body, wrong
 from kvbm.engines.embedded.http.response_writer import stream_response, whole_body
 from kvbm.engines.embedded.http.service import Service
 from kvbm.engines.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
 from kvbm.errors import EngineError
+from kvbm.observe.decision_trace import kvbm_version
 from kvbm.text.outside import shown
 
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
-MAX_REQUEST_ID_CHARACTERS = 200
 REQUEST_ID = "X-Request-Id"
+CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,7 +59,6 @@ def create_app(service: Service) -> web.Application:
             web.get("/v1/models", endpoints.models),
             web.get("/v1/models/{name:.+}", endpoints.model),
             web.post("/tokenize", endpoints.tokenize),
-            web.post("/detokenize", endpoints.detokenize),
             web.post("/reset_prefix_cache", endpoints.reset_prefix_cache),
             web.get("/health", endpoints.health),
             web.get("/metrics", endpoints.metrics),
@@ -153,15 +151,7 @@ class _Endpoints:
         check_model(served.engine, body.model)
         prompt, special = (body, False) if body.prompt is None else (body.prompt, body.add_special_tokens)
         token_ids = await encode(served.codec, prompt, adds_special_tokens=special, max_tokens=most)
-        texts = [served.codec.token_text(one) for one in token_ids] if body.return_token_strs else None
-        return _json({"count": len(token_ids), "max_model_len": most, "tokens": token_ids, "token_strs": texts})
-
-    async def detokenize(self, request: web.Request) -> web.Response:
-        served = self._service.ready()
-        body = read_body(DetokenizeBody, await body_of(request))
-        check_model(served.engine, body.model)
-        check_token_ids(served, body.tokens, "tokens")
-        return _json({"prompt": await asyncio.to_thread(served.codec.decode, body.tokens, skip_special_tokens=False)})
+        return _json({"count": len(token_ids), "max_model_len": most, "tokens": token_ids})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Clear the prefix cache in G1 and in the connector."""
@@ -182,13 +172,7 @@ class _Endpoints:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_METRICS})
 
     async def version(self, request: web.Request) -> web.Response:
-        try:
-            return _json({"version": version("kvbm-cli")})
-        except PackageNotFoundError:
-            return _json({"version": "unknown"})
-
-
-CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+        return _json({"version": kvbm_version()})
 
 
 def _require_token(request: web.Request, token: str | None) -> None:
@@ -210,11 +194,6 @@ def _request_id(request: web.Request) -> str:
         return os.urandom(12).hex()
     if not (client_id and client_id.isascii() and client_id.isprintable()):
         raise RequestError(f"the header {REQUEST_ID} must be printable ASCII", param=REQUEST_ID)
-    if len(client_id) > MAX_REQUEST_ID_CHARACTERS:
-        raise RequestError(
-            f"the header {REQUEST_ID} has {len(client_id)} characters: at most {MAX_REQUEST_ID_CHARACTERS} are allowed",
-            param=REQUEST_ID,
-        )
     return client_id
 
 

@@ -43,12 +43,6 @@ def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-def _token_list(value: Any) -> Any:
-    if not _is_token_list(value):
-        raise wrong_value("a list of token ids")
-    return value
-
-
 def _text(value: Any) -> str:
     """Return the content of a message, joined if it has several parts."""
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
@@ -242,18 +236,12 @@ class TokenizeBody(Conversation):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("exactly one of `prompt` and `messages` is required", param="prompt")
         return self
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: Annotated[Any, AfterValidator(_token_list)]
 
 
 Prompt = str | Conversation | list[int]

@@ -54,18 +54,18 @@ def check_model(engine: Engine, name: str | None) -> None:
         raise RequestError(error.message, param="model", code="model_not_found", status=404)
 
 
-def check_token_ids(served: Served, token_ids: list[int], name: str) -> None:
+def _check_token_ids(served: Served, token_ids: list[int]) -> None:
     size = served.vocabulary_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
         index = next(index for index, token_id in enumerate(token_ids) if not 0 <= token_id < size)
-        error = wrong(f"{name}[{index}]", token_ids[index], f"a token id from 0 to {size - 1}")
-        raise RequestError(error.message, param=name)
+        error = wrong(f"prompt[{index}]", token_ids[index], f"a token id from 0 to {size - 1}")
+        raise RequestError(error.message, param="prompt")
 
 
 async def _token_ids(served: Served, prompt: Prompt, *, adds_special_tokens: bool) -> list[int]:
     """Return the prompt's tokens, validated except for their number."""
     if isinstance(prompt, list):
-        check_token_ids(served, prompt, "prompt")
+        _check_token_ids(served, prompt)
         return prompt
     most = served.engine.max_model_len
     token_ids = await encode(served.codec, prompt, adds_special_tokens=adds_special_tokens, max_tokens=most)
