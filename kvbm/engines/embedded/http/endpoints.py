@@ -27,7 +27,6 @@ from kvbm.engines.embedded.http.openai_responses import (
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
-    Head,
     Json,
     dumps,
     error_body,
@@ -110,7 +109,7 @@ class _Endpoints:
         self,
         request: web.Request,
         form: type[CompletionBody] | type[ChatBody],
-        create_format: Callable[[Head], AnswerFormat],
+        answer_format: type[AnswerFormat],
         prefix: str,
     ) -> web.StreamResponse:
         served = self._service.ready()
@@ -119,7 +118,15 @@ class _Endpoints:
         prepared = await prepare(served, body)
         answer_id = f"{prefix}-{client_id}"
         completion = Completion(served, f"{answer_id}-{next(self._number)}", body, prepared)
-        answer = create_format(_head(served, answer_id, body, [token_ids for token_ids, _ in prepared]))
+        answer = answer_format(
+            answer_id=answer_id,
+            model=served.engine.model_name,
+            created_unix_s=int(time.time()),
+            wants_logprobs=body.sampling.logprobs is not None,
+            prompt_token_ids=[token_ids for token_ids, _ in prepared] if body.return_token_ids else None,
+            token_text=served.codec.token_text,
+            token_bytes=served.codec.token_bytes,
+        )
         self._service.ready()  # the server may have started to stop while the body arrived
         self._service.running.add(completion)
         try:
@@ -195,18 +202,6 @@ def _request_id(request: web.Request) -> str:
     if not (client_id and client_id.isascii() and client_id.isprintable()):
         raise RequestError(f"the header {REQUEST_ID} must be printable ASCII", param=REQUEST_ID)
     return client_id
-
-
-def _head(served: Served, answer_id: str, body: AnswerBody, prompt_token_ids: list[list[int]]) -> Head:
-    return Head(
-        answer_id=answer_id,
-        model=served.engine.model_name,
-        created_unix_s=int(time.time()),
-        wants_logprobs=body.sampling.logprobs is not None,
-        prompt_token_ids=prompt_token_ids if body.return_token_ids else None,
-        token_text=served.codec.token_text,
-        token_bytes=served.codec.token_bytes,
-    )
 
 
 def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.request import RequestOutput, TokenLogprobs
@@ -102,10 +103,14 @@ def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """Fields that all bodies of one answer share. `prompt_token_ids` has the prompt of every choice; it is None unless
-    the client requested token ids.
+class AnswerFormat(ABC):
+    """Response format of one endpoint, with the fields that all bodies of one answer share. `prompt_token_ids` has the
+    prompt of every choice; it is None unless the client requested token ids.
     """
+
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    has_one_prompt: ClassVar[bool]  # its token ids are then outside of the choices
 
     answer_id: str
     model: str
@@ -115,52 +120,52 @@ class Head:
     token_text: Callable[[int], str]
     token_bytes: Callable[[int], bytes | None]
 
-    def to_json(self, kind: str) -> Json:
-        return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
-
-
-class AnswerFormat(Protocol):
-    """Response format of one endpoint. `opening` is the chunk that precedes the first part of a choice."""
-
-    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json: ...
-
-    def opening(self, index: int) -> Json | None: ...
-
-    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json: ...
-
-    def usage_chunk(self, usage: Usage) -> Json: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionFormat:
-    """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
-
-    head: Head
-
     def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
-        choices = [self._choice(part, is_first=True) for part in parts]
-        return {**self.head.to_json("text_completion"), "choices": choices, "usage": usage.to_json()}
+        body = self._body(self.whole_kind, [self._choice(part, is_whole=True, is_first=True) for part in parts])
+        return {**body, **(self._prompt(0) if self.has_one_prompt else {}), "usage": usage.to_json()}
 
-    def opening(self, index: int) -> None:
+    def opening(self, index: int) -> Json | None:
+        """Return the chunk that precedes the first part of a choice, None without one."""
         return None
 
     def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
-        return {**self.head.to_json("text_completion"), "choices": [self._choice(part, is_first=is_first)]}
+        return self._body(self.chunk_kind, [self._choice(part, is_whole=False, is_first=is_first)])
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return {**self.head.to_json("text_completion"), "choices": [], "usage": usage.to_json()}
+        return {**self._body(self.chunk_kind, []), "usage": usage.to_json()}
 
-    def _choice(self, part: AnswerPart, *, is_first: bool) -> Json:
-        choice: Json = {"index": part.index, "text": part.text, "logprobs": self._logprobs(part), **_ending(part)}
-        if self.head.prompt_token_ids is not None:
+    @abstractmethod
+    def _content(self, part: AnswerPart, *, is_whole: bool) -> Json: ...
+
+    @abstractmethod
+    def _logprobs(self, part: AnswerPart) -> Json: ...
+
+    def _body(self, kind: str, choices: list[Json]) -> Json:
+        about = {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
+        return {**about, "choices": choices}
+
+    def _prompt(self, index: int) -> Json:
+        return {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids[index]}
+
+    def _choice(self, part: AnswerPart, *, is_whole: bool, is_first: bool) -> Json:
+        logprobs = self._logprobs(part) if self.wants_logprobs else None
+        choice = {"index": part.index, **self._content(part, is_whole=is_whole), "logprobs": logprobs}
+        choice |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        if self.prompt_token_ids is not None:
             choice["token_ids"] = part.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = self.head.prompt_token_ids[part.index]
-        return choice
+        return {**choice, **(self._prompt(part.index) if is_first and not self.has_one_prompt else {})}
 
-    def _logprobs(self, part: AnswerPart) -> Json | None:
-        if not self.head.wants_logprobs:
-            return None
+
+class CompletionFormat(AnswerFormat):
+    """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
+
+    whole_kind = chunk_kind = "text_completion"
+    has_one_prompt = False
+
+    def _content(self, part: AnswerPart, *, is_whole: bool) -> Json:
+        return {"text": part.text}
+
+    def _logprobs(self, part: AnswerPart) -> Json:
         return {
             "text_offset": part.offsets,
             "token_logprobs": [_json_logprob(token.logprob) for token in part.logprobs],
@@ -176,51 +181,30 @@ class CompletionFormat:
 
     def _name(self, token_id: int) -> str:
         """Return the token's text, or its bytes if the token is not a whole character."""
-        raw = self.head.token_bytes(token_id)
-        text = self.head.token_text(token_id)
+        raw = self.token_bytes(token_id)
+        text = self.token_text(token_id)
         if raw is None or "�" not in text:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatFormat:
+class ChatFormat(AnswerFormat):
     """/v1/chat/completions. The opening chunk of each choice has the role and no text."""
 
-    head: Head
-
-    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
-        choices = [
-            self._choice(part, "message", {"role": "assistant", "content": part.text, "refusal": None})
-            for part in parts
-        ]
-        body = {**self.head.to_json("chat.completion"), "choices": choices}
-        return {**body, **self._prompt(), "usage": usage.to_json()}
+    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    has_one_prompt = True
 
     def opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice], **self._prompt()}
+        return {**self._body(self.chunk_kind, [choice]), **self._prompt(0)}
 
-    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
-        choice = self._choice(part, "delta", {"content": part.text})
-        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice]}
+    def _content(self, part: AnswerPart, *, is_whole: bool) -> Json:
+        if is_whole:
+            return {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+        return {"delta": {"content": part.text}}
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return {**self.head.to_json("chat.completion.chunk"), "choices": [], "usage": usage.to_json()}
-
-    def _prompt(self) -> Json:
-        return {} if self.head.prompt_token_ids is None else {"prompt_token_ids": self.head.prompt_token_ids[0]}
-
-    def _choice(self, part: AnswerPart, name: str, content: Json) -> Json:
-        choice: Json = {"index": part.index, name: content, "logprobs": self._logprobs(part), **_ending(part)}
-        if self.head.prompt_token_ids is not None:
-            choice["token_ids"] = part.token_ids
-        return choice
-
-    def _logprobs(self, part: AnswerPart) -> Json | None:
-        if not self.head.wants_logprobs:
-            return None
+    def _logprobs(self, part: AnswerPart) -> Json:
         content = [
             {
                 **self._token(token.token_id, token.logprob),
@@ -231,9 +215,9 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> Json:
-        raw = self.head.token_bytes(token_id)
+        raw = self.token_bytes(token_id)
         return {
-            "token": self.head.token_text(token_id),
+            "token": self.token_text(token_id),
             "logprob": _json_logprob(logprob),
             "bytes": None if raw is None else list(raw),
         }
@@ -257,10 +241,6 @@ def event(body: Json) -> bytes:
 def dumps(value: object) -> bytes:
     """Encode as compact ASCII JSON. Raises ValueError for NaN, which is not JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _ending(part: AnswerPart) -> Json:
-    return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
 
 
 def _json_logprob(logprob: float) -> float:
