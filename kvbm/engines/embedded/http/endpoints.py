@@ -115,15 +115,15 @@ class _Endpoints:
         served = self._service.ready()
         client_id = _request_id(request)
         body: AnswerBody = read_body(form, await body_of(request))
-        prepared = await prepare(served, body)
+        token_ids, params = await prepare(served, body)
         answer_id = f"{prefix}-{client_id}"
-        completion = Completion(served, f"{answer_id}-{next(self._number)}", body, prepared)
+        completion = Completion(served, f"{answer_id}-{next(self._number)}", body, token_ids, params)
         answer = answer_format(
             answer_id=answer_id,
             model=served.engine.model_name,
             created_unix_s=int(time.time()),
             wants_logprobs=body.sampling.logprobs is not None,
-            prompt_token_ids=[token_ids for token_ids, _ in prepared] if body.return_token_ids else None,
+            prompt_token_ids=token_ids if body.return_token_ids else None,
             token_text=served.codec.token_text,
             token_bytes=served.codec.token_bytes,
         )

@@ -1,6 +1,7 @@
 """OpenAI response bodies: whole answers, stream chunks and errors, with vLLM's extensions.
 
-An `AnswerPart` is a part of an answer; a whole answer is one part. The two formats differ in where the text is placed.
+An `AnswerPart` is a part of an answer; a whole answer is one part. Every answer is the only choice of its request. The
+two formats differ in where the text is placed.
 vLLM's extensions are `token_ids`, `prompt_token_ids` (requested by `return_token_ids`) and `stop_reason`. kvbm's own is
 `cached_tokens_by_tier`, which splits the cached prompt tokens into device (G1), host (G2) and disk (G3).
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -25,9 +26,8 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class AnswerPart:
-    """A part of the answer of choice `index`. `offsets` are the positions of its tokens in the text of that answer."""
+    """A part of an answer. `offsets` are the positions of its tokens in the text of the answer."""
 
-    index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -66,12 +66,6 @@ class Usage:
         host_tokens = external_tokens - disk_tokens - shared_tokens
         return cls(prompt_tokens, completion_tokens, device_tokens, host_tokens, disk_tokens, shared_tokens)
 
-    @classmethod
-    def sum(cls, prompts: Sequence[Usage], *, completion_tokens: int) -> Usage:
-        """Return the usage of a request with several prompts."""
-        totals = {one.name: sum(getattr(each, one.name) for each in prompts) for one in fields(cls)}
-        return cls(**{**totals, "completion_tokens": completion_tokens})
-
     @property
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.device_tokens - self.external_tokens
@@ -104,28 +98,28 @@ def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat(ABC):
-    """Response format of one endpoint, with the fields that all bodies of one answer share. `prompt_token_ids` has the
-    prompt of every choice; it is None unless the client requested token ids.
+    """Response format of one endpoint, with the fields that all bodies of one answer share. `prompt_token_ids` is None
+    unless the client requested token ids.
     """
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
-    has_one_prompt: ClassVar[bool]  # its token ids are then outside of the choices
+    has_prompt_in_choice: ClassVar[bool]
 
     answer_id: str
     model: str
     created_unix_s: int
     wants_logprobs: bool
-    prompt_token_ids: list[list[int]] | None
+    prompt_token_ids: list[int] | None
     token_text: Callable[[int], str]
     token_bytes: Callable[[int], bytes | None]
 
-    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
-        body = self._body(self.whole_kind, [self._choice(part, is_whole=True, is_first=True) for part in parts])
-        return {**body, **(self._prompt(0) if self.has_one_prompt else {}), "usage": usage.to_json()}
+    def whole(self, part: AnswerPart, usage: Usage) -> Json:
+        body = self._body(self.whole_kind, [self._choice(part, is_whole=True, is_first=True)])
+        return {**body, **({} if self.has_prompt_in_choice else self._prompt()), "usage": usage.to_json()}
 
-    def opening(self, index: int) -> Json | None:
-        """Return the chunk that precedes the first part of a choice, None without one."""
+    def opening(self) -> Json | None:
+        """Return the chunk that precedes the first part, None without one."""
         return None
 
     def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
@@ -144,23 +138,23 @@ class AnswerFormat(ABC):
         about = {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
         return {**about, "choices": choices}
 
-    def _prompt(self, index: int) -> Json:
-        return {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids[index]}
+    def _prompt(self) -> Json:
+        return {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids}
 
     def _choice(self, part: AnswerPart, *, is_whole: bool, is_first: bool) -> Json:
         logprobs = self._logprobs(part) if self.wants_logprobs else None
-        choice = {"index": part.index, **self._content(part, is_whole=is_whole), "logprobs": logprobs}
+        choice = {"index": 0, **self._content(part, is_whole=is_whole), "logprobs": logprobs}
         choice |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         if self.prompt_token_ids is not None:
             choice["token_ids"] = part.token_ids
-        return {**choice, **(self._prompt(part.index) if is_first and not self.has_one_prompt else {})}
+        return {**choice, **(self._prompt() if is_first and self.has_prompt_in_choice else {})}
 
 
 class CompletionFormat(AnswerFormat):
     """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
 
     whole_kind = chunk_kind = "text_completion"
-    has_one_prompt = False
+    has_prompt_in_choice = True
 
     def _content(self, part: AnswerPart, *, is_whole: bool) -> Json:
         return {"text": part.text}
@@ -189,15 +183,15 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """/v1/chat/completions. The opening chunk of each choice has the role and no text."""
+    """/v1/chat/completions. The opening chunk has the role and no text."""
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-    has_one_prompt = True
+    has_prompt_in_choice = False
 
-    def opening(self, index: int) -> Json:
+    def opening(self) -> Json:
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self._body(self.chunk_kind, [choice]), **self._prompt(0)}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self._body(self.chunk_kind, [choice]), **self._prompt()}
 
     def _content(self, part: AnswerPart, *, is_whole: bool) -> Json:
         if is_whole:

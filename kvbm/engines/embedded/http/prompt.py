@@ -23,29 +23,17 @@ LONG_TEXT_CHARACTERS = 16_384  # above, chat template and tokenizer run in a sep
 CHARACTERS_PER_MESSAGE = 64  # what a chat template adds
 
 
-async def prepare(served: Served, body: AnswerBody) -> list[tuple[list[int], SamplingParams]]:
-    """Return prompt token ids and sampling parameters of every choice, all choices of the first prompt first.
-
-    Raises RequestError if the engine cannot serve the request.
-    """
+async def prepare(served: Served, body: AnswerBody) -> tuple[list[int], SamplingParams]:
+    """Return prompt token ids and sampling parameters. Raises RequestError if the engine cannot serve the request."""
     check_model(served.engine, body.model)
     sampling = body.sampling
     if sampling.stop and not served.codec.has_text:
         raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
-    choices = []
-    for prompt in body.prompts:
-        token_ids = await _token_ids(served, prompt, adds_special_tokens=body.add_special_tokens)
-        max_tokens = _max_tokens(served.engine, len(token_ids), body)
-        if sampling.min_tokens > max_tokens:
-            raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
-        params = replace(sampling, max_tokens=max_tokens)
-        choices += [(token_ids, _of_choice(params, index)) for index in range(body.n)]
-    return choices
-
-
-def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
-    """Return parameters with a seed for this choice of a prompt. The first choice keeps the seed of the client."""
-    return params if params.seed is None else replace(params, seed=params.seed + index)
+    token_ids = await _token_ids(served, body.prompt, adds_special_tokens=body.add_special_tokens)
+    max_tokens = _max_tokens(served.engine, len(token_ids), body)
+    if sampling.min_tokens > max_tokens:
+        raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
+    return token_ids, replace(sampling, max_tokens=max_tokens)
 
 
 def check_model(engine: Engine, name: str | None) -> None:

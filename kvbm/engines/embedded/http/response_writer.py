@@ -1,8 +1,7 @@
-"""Response writer: sends the answers of a request as one JSON body, or as a stream of server-sent events."""
+"""Response writer: sends the answer to a request as one JSON body, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -21,12 +20,12 @@ from kvbm.engines.embedded.http.openai_responses import (
 
 
 async def whole_body(completion: Completion, part: AnswerPart | None, answer: AnswerFormat) -> Json:
-    """Wait for the complete answers, which begin with `part`. Raises CompletionFailed."""
-    whole: dict[int, AnswerPart] = {}
+    """Wait for the complete answer, which begins with `part`. Raises CompletionFailed."""
+    whole = AnswerPart()
     while part is not None:
-        whole.setdefault(part.index, AnswerPart(index=part.index)).append(part)
+        whole.append(part)
         part = await completion.next_part()
-    return answer.whole([whole[index] for index in sorted(whole)], await completion.usage())
+    return answer.whole(whole, await completion.usage())
 
 
 async def stream_response(
@@ -59,20 +58,21 @@ async def stream_response(
 
 
 class _Events:
-    """Encodes parts as events. Counts the tokens that were sent for each choice."""
+    """Encodes parts as events. Counts the tokens that were sent."""
 
     def __init__(self, completion: Completion, answer: AnswerFormat, usage: StreamOptions) -> None:
         self._completion = completion
         self._answer = answer
         self._options = usage
-        self._sent_tokens: Counter[int] = Counter()
+        self._is_first = True
+        self._sent_tokens = 0
 
     def of(self, part: AnswerPart) -> bytes:
-        is_first = part.index not in self._sent_tokens
-        opening = self._answer.opening(part.index) if is_first else None
-        begin = b"" if opening is None else event({**opening, **self._usage(part.index)})
-        self._sent_tokens[part.index] += len(part.token_ids)
-        return begin + event({**self._answer.chunk(part, is_first=is_first), **self._usage(part.index)})
+        is_first, self._is_first = self._is_first, False
+        opening = self._answer.opening() if is_first else None
+        begin = b"" if opening is None else event({**opening, **self._usage()})
+        self._sent_tokens += len(part.token_ids)
+        return begin + event({**self._answer.chunk(part, is_first=is_first), **self._usage()})
 
     async def last(self) -> bytes:
         """Return the event with the usage of the whole request, if the client requested it. Raises CompletionFailed."""
@@ -80,7 +80,7 @@ class _Events:
             return b""
         return event(self._answer.usage_chunk(await self._completion.usage()))
 
-    def _usage(self, index: int) -> Json:
+    def _usage(self) -> Json:
         if self._options.continuous_usage_stats:
-            return {"usage": token_counts(self._completion.prompt_tokens(index), self._sent_tokens[index])}
+            return {"usage": token_counts(self._completion.prompt_tokens, self._sent_tokens)}
         return {"usage": None} if self._options.include_usage else {}
