@@ -59,7 +59,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """New tokens of one request. The last output has a `finish_reason`, and only it has the counts below.
+    """The next token of one request; none if it is aborted or fails. The last output has a `finish_reason`, and only it
+    has the counts below.
 
     `queue_time_s` is the time from arrival to the first forward pass, including a load; `prefill_time_s` from there to
     the first token. They are None if the request did not reach that point.

@@ -120,26 +120,12 @@ class Completion:
     def _part(self, output: RequestOutput) -> AnswerPart:
         if output.finish_reason is not None and output.finish_reason not in ENDED_BY_ITSELF:
             raise CompletionFailed(output.error or "the engine dropped the request")
-        part = AnswerPart()
-        for index, token_id in enumerate(output.new_token_ids):
-            is_end_token = output.finish_reason is FinishReason.STOP and index == len(output.new_token_ids) - 1
-            self._add_token(part, output, index, text_of=None if is_end_token else token_id)
-            if self._text.found_stop is not None:
-                break
-        self._end(part, output)
-        return part
-
-    def _add_token(self, part: AnswerPart, output: RequestOutput, index: int, *, text_of: int | None) -> None:
-        """Add one token. The token that ends an answer counts, but is not part of its text."""
-        self._token_count += 1
-        part.token_ids.append(output.new_token_ids[index])
-        part.offsets.append(self._text.characters)
-        if output.logprobs is not None:
-            part.logprobs.append(output.logprobs[index])
-        if text_of is not None:
-            part.text += self._text.add(text_of)
-
-    def _end(self, part: AnswerPart, output: RequestOutput) -> None:
+        part = AnswerPart(token_ids=output.new_token_ids, logprobs=output.logprobs or [])
+        for token_id in output.new_token_ids:
+            self._token_count += 1
+            part.offsets.append(self._text.characters)
+            if output.finish_reason is not FinishReason.STOP:  # the end token counts, but is not part of the text
+                part.text += self._text.add(token_id)
         if output.finish_reason is not None and self._text.found_stop is None:
             part.text += self._text.finish()
         if self._text.found_stop is not None:
@@ -148,3 +134,4 @@ class Completion:
         elif output.finish_reason is not None:
             part.finish_reason = output.finish_reason.value
         self._is_answered = part.finish_reason is not None
+        return part
