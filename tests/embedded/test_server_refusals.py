@@ -83,8 +83,8 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
             ),
             (COMPLETIONS, {"prompt": [-1]}, 400, "`prompt[0]` is -1: it must be a token id", "prompt", None),
             (COMPLETIONS, {"prompt": [10**30]}, 400, "`prompt[0]` is 1000000", "prompt", None),
-            ("/nowhere", {}, 404, "unknown endpoint /nowhere", None, None),
-            ("/health", {}, 405, "/health accepts GET or HEAD, not POST", None, None),
+            ("/nowhere", {}, 404, "/nowhere with POST is not served: Not Found", None, None),
+            ("/health", {}, 405, "/health with POST is not served: Method Not Allowed", None, None),
             (
                 CHAT,
                 {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},

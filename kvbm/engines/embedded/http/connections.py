@@ -55,6 +55,11 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
     await web.SockSite(runner, socket.create_server((host, port), family=family, backlog=BACKLOG)).start()
 
 
+def not_served(request: web.Request, error: web.HTTPException) -> str:
+    """Return the message for a request that no handler takes."""
+    return f"{shown(request.path)} with {shown(request.method)} is not served: {shown(error.reason)}"
+
+
 async def body_of(request: web.Request) -> bytes:
     """Return the body of a request, of at most `client_max_size` of its application. Raises RequestError."""
     encoding = request.headers.get("Content-Encoding", "identity")

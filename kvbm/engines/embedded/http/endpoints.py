@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
-from kvbm.engines.embedded.http.connections import body_of
+from kvbm.engines.embedded.http.connections import body_of, not_served
 from kvbm.engines.embedded.http.openai_requests import (
     AnswerBody,
     ChatBody,
@@ -79,19 +79,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except EngineError as error:  # it is not running
         return _json(error_body(error.message, status=503, code="engine_failed"), status=503)
     except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        return _json(error_body(_http_error_text(request, error), status=error.status), status=error.status)
-
-
-def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
-    match error:
-        case web.HTTPMethodNotAllowed():
-            allowed = " or ".join(sorted(error.allowed_methods))
-            return f"{shown(request.path)} accepts {allowed}, not {shown(request.method)}"
-        case web.HTTPNotFound():
-            return f"unknown endpoint {shown(request.path)}"
-    return shown(error.text or error.reason)
+        return _json(error_body(not_served(request, error), status=error.status), status=error.status)
 
 
 class _Endpoints:

@@ -217,7 +217,7 @@ class ChatFormat(AnswerFormat):
         }
 
 
-def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> Json:
+def error_body(message: str, *, status: int, param: str | None = None, code: str | int | None = None) -> Json:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
