@@ -93,13 +93,9 @@ class Scheduler:
         return self._connector is None or self._connector.reset_cache()
 
     @property
-    def has_requests(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def has_pending_transfers(self) -> bool:
-        """Whether the connector needs steps, even if no request is left."""
-        return self._connector is not None and self._connector.has_pending_work()
+    def has_work(self) -> bool:
+        """Whether a request needs another step, or the connector, even if no request is left."""
+        return bool(self._requests) or (self._connector is not None and self._connector.has_pending_work())
 
     @property
     def running_count(self) -> int:
