@@ -177,7 +177,10 @@ RULES = (  # the first that fits a module counts
     ),
     Rule(
         "kvbm.engines.embedded.http",
-        ("kvbm.engines.embedded.engine", "kvbm.engines.launch_plan", "kvbm.observe.shared_page"),
+        (
+            *("kvbm.engines.embedded.engine", "kvbm.engines.launch_plan"),
+            *("kvbm.observe.shared_page", "kvbm.observe.decision_trace"),
+        ),
         never=ENGINES[2:],
     ),
     Rule("kvbm.engines.embedded", (*RUNS_THE_CACHE, "kvbm.child"), never=ENGINES[2:]),

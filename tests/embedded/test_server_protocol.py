@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvbm.engines.embedded.http.openai_requests import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     TokenizeBody,
 )
 from kvbm.engines.embedded.http.request_fields import Body, RequestError, read_body
@@ -23,7 +22,7 @@ TEN = ", ".join(['"a"'] * 10)
 CONTENT_RIGHT = (
     'it must be a string, or a list of parts such as {"type": "text", "text": "..."}; no others are supported'
 )
-PROMPT_RIGHT = "it must be a string or a list of token ids, not empty, or a list of several of these"
+PROMPT_RIGHT = "it must be one string or list of token ids, not empty"
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -42,14 +41,14 @@ def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> Reques
 
 def what_counts(body: CompletionBody | ChatBody) -> tuple[object, ...]:
     usage = body.usage_in_stream
-    answer = (body.n, body.token_limit, body.stream, usage.include_usage)
+    answer = (body.token_limit, body.stream, usage.include_usage)
     return (body.model, body.sampling, body.return_token_ids, body.skip_special_tokens, *answer)
 
 
 def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     request = completion()
     assert request.model is None
-    assert request.prompts == ["Hello"]
+    assert request.prompt == "Hello"
     assert request.add_special_tokens
     sampling = request.sampling
     assert (request.token_limit, sampling.min_tokens, sampling.temperature) == (None, 0, 1.0)
@@ -65,22 +64,17 @@ def test_a_chat_without_max_tokens_is_not_limited() -> None:
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_a_prompt_may_be_token_ids(prompt: list[Any]) -> None:
-    assert completion(prompt=prompt).prompts == [[1, 2, 3]]
-
-
-def test_several_prompts_may_come_in_one_list() -> None:
-    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
-    assert completion(prompt=[[1, 2], "a"]).prompts == [[1, 2], "a"]
+    assert completion(prompt=prompt).prompt == [1, 2, 3]
 
 
 def test_a_single_prompt_may_come_in_a_list() -> None:
-    assert completion(prompt=["Hello"]).prompts == ["Hello"]
+    assert completion(prompt=["Hello"]).prompt == "Hello"
 
 
 def test_text_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    (prompt,) = chat(messages=[{"role": "user", "content": parts}]).prompts
-    assert prompt.contents == [{"role": "user", "content": "one two"}]
+    contents = chat(messages=[{"role": "user", "content": parts}]).prompt.contents
+    assert contents == [{"role": "user", "content": "one two"}]
 
 
 def test_null_means_absent() -> None:
@@ -137,8 +131,8 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
         ({"stream_options": {}}, "`stream_options` is {}: it must be absent unless `stream` is true"),
         ({"cache_salt": ""}, '`cache_salt` is "": string should have at least 1 character'),
         ({"kv_transfer_params": 1}, "`kv_transfer_params` is 1: it must be an object"),
-        ({"n": 0}, "`n` is 0: it must be greater than or equal to 1"),
-        ({"n": 129}, "`n` is 129: it must be less than or equal to 128"),
+        ({"prompt": ["a", "b"]}, f'`prompt` is ["a", "b"]: {PROMPT_RIGHT}'),
+        ({"n": 2}, "`n` is 2: it must be absent or 1; this engine supports nothing else"),
         ({"echo": True}, "`echo` is true: it must be absent or false; this engine supports nothing else"),
         ({"max_token": 5}, "`max_token` is not a field of this endpoint; did you mean `max_tokens`?"),
         ({"wibble": 5}, "`wibble` is not a field of this endpoint"),
@@ -149,12 +143,6 @@ def test_a_refused_completion_names_field_value_and_what_would_be_right(fields: 
     assert error.message == message
     assert error.param == next(iter(fields))
     assert error.status == 400
-
-
-def test_too_many_answers_in_one_request_are_refused() -> None:
-    assert len(completion(prompt=["a"] * 64, n=2).prompts) == 64
-    message = "65 prompts with `n` 2 are 130 answers: at most 128 are allowed in one request"
-    assert refusal(completion, prompt=["a"] * 65, n=2).message == message
 
 
 @pytest.mark.parametrize(
@@ -231,12 +219,6 @@ def test_tokenize_takes_a_prompt_or_messages() -> None:
     assert conversation.contents == [{"role": "user", "content": "a"}]
     for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'):
         assert refusal(read_body, TokenizeBody, body).message == "exactly one of `prompt` and `messages` is required"
-
-
-def test_detokenize_takes_token_ids() -> None:
-    assert read_body(DetokenizeBody, b'{"tokens": [1, 2]}').tokens == [1, 2]
-    error = refusal(read_body, DetokenizeBody, b'{"tokens": "ab"}')
-    assert error.message == '`tokens` is "ab": it must be a list of token ids'
 
 
 json_values = st.recursive(

@@ -82,9 +82,9 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
                 None,
             ),
             (COMPLETIONS, {"prompt": [-1]}, 400, "`prompt[0]` is -1: it must be a token id", "prompt", None),
-            ("/detokenize", {"tokens": [10**30]}, 400, "`tokens[0]` is 1000000", "tokens", None),
-            ("/nowhere", {}, 404, "unknown endpoint /nowhere", None, None),
-            ("/health", {}, 405, "/health accepts GET or HEAD, not POST", None, None),
+            (COMPLETIONS, {"prompt": [10**30]}, 400, "`prompt[0]` is 1000000", "prompt", None),
+            ("/nowhere", {}, 404, "/nowhere with POST is not served: Not Found", None, None),
+            ("/health", {}, 405, "/health with POST is not served: Method Not Allowed", None, None),
             (
                 CHAT,
                 {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
@@ -106,9 +106,8 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
 
 def test_a_request_id_that_cannot_be_a_header_is_refused() -> None:
     async def use(client: Client) -> None:
-        for wrong in ("ü", "x" * 257):
-            status, body = await client.post(COMPLETIONS, headers={"X-Request-Id": wrong}, prompt="a")
-            assert (status, body["error"]["param"]) == (400, "X-Request-Id")
+        status, body = await client.post(COMPLETIONS, headers={"X-Request-Id": "ü"}, prompt="a")
+        assert (status, body["error"]["param"]) == (400, "X-Request-Id")
 
     serve(WrittenEngine(), use)
 

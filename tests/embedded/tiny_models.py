@@ -54,7 +54,6 @@ ARCHITECTURES = {
     "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
     "phi3": {"model_type": "phi3", "resid_pdrop": 0.0},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": WINDOW, "query_pre_attn_scalar": 16, **ALTERNATING},
-    "gpt_oss": {"model_type": "gpt_oss", "sliding_window": WINDOW, "num_local_experts": 4, **EXPERTS, **ALTERNATING},
     "olmo2": {"model_type": "olmo2"},
     "granite": {"model_type": "granite", "attention_multiplier": 0.2, "residual_multiplier": 0.7},
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},

@@ -224,22 +224,6 @@ MUTANTS = (
         fails="tests/embedded/test_server_admin.py",
     ),
     Mutant(
-        name="prompt-counts-once-per-answer",
-        bug="With `n` above 1, the usage counts the tokens of a prompt several times.",
-        file="kvbm/engines/embedded/http/choices.py",
-        old="usages[:: self._per_prompt]",
-        new="usages",
-        fails="tests/embedded/test_server_answers.py -k n_choices",
-    ),
-    Mutant(
-        name="all-answers-of-a-prompt-share-a-seed",
-        bug="With a seed, all `n` answers of a prompt are equal.",
-        file="kvbm/engines/embedded/http/prompt.py",
-        old="seed=params.seed + index",
-        new="seed=params.seed",
-        fails="tests/embedded/test_server_answers.py -k n_choices",
-    ),
-    Mutant(
         name="role-and-text-in-one-chunk",
         bug="A chat stream has no opening chunk, so a client that expects vLLM's chunks finds no role.",
         file="kvbm/engines/embedded/http/response_writer.py",
