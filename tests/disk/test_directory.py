@@ -24,7 +24,6 @@ from kvbm.tiers.disk.directory import InstanceLock, reclaim_oldest
 from kvbm.tiers.disk.files import Alignment, Arena, NoRoom, dio_alignment
 from kvbm.tiers.disk.index import BlockIndex
 from kvbm.tiers.disk.instance import Instance
-from kvbm.tiers.disk.notes import NoteTable
 from kvbm.tiers.disk.settings import Namespace
 from kvbm.tiers.disk.storage import DiskStorage
 from kvbm_cli.store.caches import index_to_read, list_caches
@@ -236,15 +235,15 @@ def test_cache_that_cannot_be_opened_for_an_unforeseen_reason_is_not_used(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "code"),
+    ("name", "code"),
     [
-        (BlockIndex, "load", sqlite3.SQLITE_IOERR),
-        (BlockIndex, "load", sqlite3.SQLITE_CORRUPT),
-        (NoteTable, "__init__", sqlite3.SQLITE_IOERR),
+        ("load", sqlite3.SQLITE_IOERR),
+        ("load", sqlite3.SQLITE_CORRUPT),
+        ("__init__", sqlite3.SQLITE_IOERR),
     ],
     ids=["unreadable", "damaged", "unreadable-notes"],
 )
-def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, owner, name, code):
+def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, name, code):
     """SQLite's lock would otherwise last until the garbage collector finds the connection, which is in a cycle."""
     fill(tmp_path)
 
@@ -253,7 +252,7 @@ def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, o
         error.sqlite_errorcode = code
         raise error
 
-    monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(BlockIndex, name, fails)
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(EnvironmentProblem, match="planted") as caught, opened(tmp_path):
