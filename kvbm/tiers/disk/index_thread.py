@@ -247,7 +247,7 @@ class IndexThread:
             for transfer in written:
                 transfer.fail(f"flush: {error}")
         else:
-            self._health.count_flush()
+            self._health.count("flush", flushes=1)
 
     def _sort(
         self, commands: Sequence[Command], written: Sequence[WriteTransfer]
@@ -291,7 +291,7 @@ class IndexThread:
                 return None
             try:
                 if index.change(rows, sorted(slots)):
-                    self._health.count_commit()
+                    self._health.count("index")
                 return None
             except sqlite3.Error as error:
                 why = f"index: {error}"

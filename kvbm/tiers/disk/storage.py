@@ -174,7 +174,6 @@ class DiskStorage:
 
     def poll(self) -> list[DiskResult]:
         """Return the tickets that have ended since the last call."""
-        self._threads.replace_dead_threads()
         self._check_for_stall()
         results = []
         while self._finished:
