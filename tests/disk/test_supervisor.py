@@ -206,7 +206,7 @@ def test_clear_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) 
                 assert time.monotonic() - started < deadlines.ANSWER_LIMIT_S, "it is known not to answer"
             assert not rig.tier.is_on
         rig.wait_until(lambda: rig.tier.is_on)
-        assert rig.tier.recovered() == FoundBlocks(b"", b"", True)
+        assert rig.tier.recovered() == FoundBlocks([], [], True)
         assert rig.write([3], [2]).is_good == (True,)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {3: 2}

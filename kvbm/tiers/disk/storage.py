@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.tiers.disk.transfers import Geometry, Transfer, TransferThreads, WriteTransfer
 from kvbm.tiers.rates import KnownRates
 
-FOUND_BATCH_BLOCKS = 16_384
+FOUND_BATCH_BLOCKS = 1024  # few enough for a step of an engine
 NOTHING = np.empty(0, np.int64), np.empty(0, np.void), np.empty(0, np.int64)  # slots, hashes, times of writing
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class DiskStorage:
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
         self.on_result: Callable[[], None] = lambda: None  # any thread calls it after a result or a durable clear
-        self._found = NOTHING  # not yet returned by `recovered`
+        self._found: tuple[NDArray[Any], ...] = NOTHING  # not yet returned by `recovered`
         self._tenants: dict[int, bytes] = {}  # of these blocks, by slot
         last_generation = self._recover()
         self._index_thread = IndexThread(
@@ -120,17 +121,14 @@ class DiskStorage:
 
     def recovered(self) -> FoundBlocks:
         """Return the next batch of blocks found at opening, oldest first, each block once."""
-        slots, hashes, written = self._found
-        some, rest = slice(FOUND_BATCH_BLOCKS), slice(FOUND_BATCH_BLOCKS, None)
-        is_last = len(slots) <= FOUND_BATCH_BLOCKS
-        self._found = NOTHING if is_last else (slots[rest], hashes[rest], written[rest])
+        slots, hashes, written = (column[:FOUND_BATCH_BLOCKS].tolist() for column in self._found)
+        is_last = len(self._found[0]) <= FOUND_BATCH_BLOCKS
+        self._found = NOTHING if is_last else tuple(column[FOUND_BATCH_BLOCKS:] for column in self._found)
         notes, tenants = (
-            tuple(known.pop(slot, b"") for slot in slots[some].tolist()) if known else ()
+            tuple(known.pop(slot, b"") for slot in slots) if known else ()
             for known in (self._instance.notes, self._tenants)
         )
-        return FoundBlocks(
-            slots[some].tobytes(), hashes[some].tobytes(), is_last, notes, written[some].tobytes(), tenants
-        )
+        return FoundBlocks(slots, hashes, is_last, notes, written, tenants)
 
     def submit(self, order: Read | Write) -> None:
         """Start an order; if the disk is off, it fails at once. Raises InvariantError for invalid slots."""

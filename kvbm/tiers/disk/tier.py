@@ -333,8 +333,8 @@ class DiskTier(OwnedTier, HostListener):
             found = self.disk.recovered(waits=waits)
             if found is None:
                 return
-            slots, hashes = found.lists()
-            self.store.restore(slots, hashes, found.notes, is_last=found.is_last)
+            slots = found.slots
+            self.store.restore(slots, found.hashes, found.notes, is_last=found.is_last)
             self.labels.begin_at(slots, found.ages_s(time.time()))
             self.labels.own_each(slots, found.tenants or [b""] * len(slots))
             self._is_filled = found.is_last

@@ -51,7 +51,6 @@ from kvbm.tiers.disk.wear import Wear, WearMeter
 from kvbm.tiers.rates import KnownRates
 from kvbm.types import SegmentInfo
 
-FOUND_BATCH_BLOCKS = 1024
 CHECK_INTERVAL_S = 0.01
 
 log = logging.getLogger(__name__)
@@ -88,8 +87,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
         """Return the next batch of blocks found at opening, oldest first, each block once.
 
-        Batches are small, so that an engine's step can process one. None if the next batch has not arrived, for
-        ANSWER_LIMIT_S if the call `waits`, or if the process has ended.
+        None if the next batch has not arrived, for ANSWER_LIMIT_S if the call `waits`, or if the process has ended.
         """
         deadline_s = time.monotonic() + deadlines.ANSWER_LIMIT_S
         while not self._found and self.is_alive and not self._has_all_found:
@@ -105,7 +103,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
                 break
         if self._found:
             return self._found.popleft()
-        return FoundBlocks(b"", b"", is_last=True) if self._has_all_found else None
+        return FoundBlocks([], [], is_last=True) if self._has_all_found else None
 
     def forget(self, disk_slots: Sequence[int]) -> None:
         """Delete blocks, durably soon, in order of submission with writes."""
@@ -146,7 +144,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
             case FoundBlocks():
                 self._is_recover_pending = False
                 if not self._has_all_found:
-                    self._found.extend(message.parts(FOUND_BATCH_BLOCKS))
+                    self._found.append(message)
                     self._has_all_found = message.is_last
             case _:
                 super()._handle(message)
