@@ -11,10 +11,10 @@ import ctypes
 import errno
 import fcntl
 import os
-import secrets
 import shlex
 import stat
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,12 +163,8 @@ class Arena:
     def open_unnamed(cls, directory: Path) -> Arena:
         """Create a file without a name, deleted when the last process closes it. Raises EnvironmentProblem."""
         try:
-            with suppress(OSError):  # not every file system supports O_TMPFILE
-                return cls(directory, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            path = directory / f".kvbm-{secrets.token_hex(8)}"
-            fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            os.unlink(path)
-            return cls(directory, fd)
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                return cls(directory, os.dup(file.fileno()))
         except OSError as error:
             raise problem(f"cannot create a file in {directory}", error) from error
 
