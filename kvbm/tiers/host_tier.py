@@ -180,7 +180,7 @@ class HostTier:
         if self.has_marks and not self.store.policy.knows_uses:
             for slot, mark in zip(slots, marks or PLAIN_MARK * len(slots), strict=True):
                 self._marks[slot] = mark
-        return proven.stage(hashes).register(marks)
+        return proven.register(hashes, marks)
 
     def marks_of(self, slots: Sequence[int]) -> bytes:
         """Return the mark of the block in each slot; empty if no tier's policy knows uses."""

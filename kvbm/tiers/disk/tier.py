@@ -446,7 +446,7 @@ class DiskTier(OwnedTier, HostListener):
         written, failed = write.target.split(is_good)
         failed.release()
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
-        with written.stage(good).register(bytes(compress(write.marks, is_good))) as blocks:
+        with written.register(good, bytes(compress(write.marks, is_good))) as blocks:
             self.labels.begin(blocks.slots)
         self._counters.disk.offload_blocks += len(good)
         self._counters.disk.only_blocks += len(good) * self._settings.is_buffer
