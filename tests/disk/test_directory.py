@@ -21,7 +21,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.disk import files
 from kvbm.tiers.disk import instance as instance_module
 from kvbm.tiers.disk.directory import InstanceLock, reclaim_oldest
-from kvbm.tiers.disk.files import Alignment, Arena, NoRoom, dio_alignment
+from kvbm.tiers.disk.files import Arena, NoRoom
 from kvbm.tiers.disk.index import BlockIndex
 from kvbm.tiers.disk.instance import Instance
 from kvbm.tiers.disk.settings import Namespace
@@ -467,23 +467,6 @@ def test_locked_caches_and_those_of_another_format_are_never_reclaimed(tmp_path)
 
 
 # direct I/O
-
-
-def test_alignment_is_what_the_kernel_tells(tmp_path):
-    with opened(tmp_path) as rig:
-        told = dio_alignment(rig.tier._instance.arena.fd)
-        assert told is None or (told.memory > 0 and told.offset > 0)
-
-
-def test_slots_keep_to_a_larger_alignment(tmp_path, monkeypatch):
-    monkeypatch.setattr(Arena, "alignment", lambda self: Alignment(512, 8192))
-    with opened(tmp_path, o_direct=False) as rig:
-        assert all(rig.write(range(4), [3, 4, 5, 0]).is_good)
-        assert all(rig.read(range(4), [3, 4, 5, 0]).is_good)
-    assert (instance_of(tmp_path) / "arena").stat().st_size == 16 * 16384 + 4096
-    with pytest.raises(EnvironmentProblem, match="units of 8192") as caught, opened(tmp_path):
-        pass
-    assert "tiers.disk.o_direct" in caught.value.hint
 
 
 @pytest.mark.parametrize("allocator", ["default", "open-direct"])

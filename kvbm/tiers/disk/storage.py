@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.errors import EnvironmentProblem, InvariantError
+from kvbm.errors import InvariantError
 from kvbm.tiers.disk.directory import ARENA
 from kvbm.tiers.disk.health import Health, HealthLimits
 from kvbm.tiers.disk.index_thread import IndexThread, PendingClear, SlotsCarry
@@ -103,7 +103,6 @@ class DiskStorage:
             settings, namespace, payload_bytes=payload_bytes, hash_bytes=hash_bytes, progress=progress, only=instance
         )
         try:
-            _require_aligned(opened, shards)
             io = _open_io(settings, opened, shards)
             return cls(opened, io, shards, threads=settings.threads, slots_carry=slots_carry)
         except BaseException:
@@ -256,19 +255,6 @@ class DiskStorage:
 def _require_below(slot_count: int, kind: str, slots: Sequence[int]) -> None:
     if slots and not 0 <= min(slots) <= max(slots) < slot_count:
         raise InvariantError(f"{kind} slots {min(slots)}..{max(slots)} of {slot_count}")
-
-
-def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> None:
-    if not instance.arena.is_direct:
-        return
-    needed = instance.arena.alignment()
-    for rank, shard in enumerate(shards):
-        if shard.shape[1] % needed.offset or shard.ctypes.data % needed.memory or shard.strides[0] % needed.memory:
-            raise EnvironmentProblem(
-                f"{instance.arena.path} requires direct I/O in units of {needed.offset} bytes, but a block of "
-                f"rank {rank} has {shard.shape[1]} bytes",
-                hint="set `tiers.disk.o_direct: false`",
-            )
 
 
 def _result_of(transfer: Transfer) -> DiskResult:
