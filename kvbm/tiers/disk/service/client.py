@@ -13,7 +13,6 @@ released, or creates a new one. It never takes over another existing instance, w
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -281,7 +280,6 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskStorageCounters]
 
     def _open_next(self) -> DiskClient:
         settings, namespace = self._named.result()
-        _require_there(self._segments)
         settings = replace(settings, io="threads") if self._uses_threads else settings
         instance, cores = self._path if settings.persist else None, frozenset(allowed_cores())
         order = Open(settings, namespace, tuple(self._segments), self._hash_bytes, cores, instance, self._device)
@@ -335,14 +333,3 @@ def _invalidate(path: Path) -> None:
 
     with suppress(RuntimeError):
         start(threading.Thread(target=invalidate, name="kvbm-disk-invalidate", daemon=True))
-
-
-def _require_there(segments: Sequence[SegmentInfo]) -> None:
-    """Raise EnvironmentProblem if a rank has ended: no process could map its host memory."""
-    for segment in segments:
-        try:
-            length = os.stat(f"/proc/{segment.pid}/fd/{segment.fd}").st_size
-        except OSError:
-            length = 0
-        if length != segment.length:
-            raise EnvironmentProblem(f"the host memory of rank {segment.rank} is gone")
