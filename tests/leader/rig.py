@@ -33,7 +33,6 @@ from kvbm.plan import StepPlan
 from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.tiers.disk.tier import DiskTier
-from kvbm.tiers.disk.wear import Wear
 from kvbm.tiers.rates import KnownRates
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
 from kvbm.tiers.shared.tier import SharedTier
@@ -200,7 +199,7 @@ class FakeDisk:
         return ended
 
     def wear(self):
-        return Wear(None, None, None)
+        return {}
 
     def close(self, timeout_s):
         self.is_closed = True

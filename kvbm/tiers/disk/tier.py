@@ -227,12 +227,7 @@ class DiskTier(OwnedTier, HostListener):
         }
 
     def wear(self) -> dict[str, float]:
-        wear = self.disk.process.wear()
-        found = {
-            "kvbm_disk_write_amplification": wear.write_amplification,
-            "kvbm_disk_drive_writes_per_day": wear.drive_writes_per_day,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        return self.disk.process.wear()
 
     def reset(self, *, ends_persistence: bool) -> None:
         self._drop_all()

@@ -46,7 +46,7 @@ from kvbm.tiers.disk.orders import (
     Write,
 )
 from kvbm.tiers.disk.settings import DiskSettings, Namespace
-from kvbm.tiers.disk.wear import Wear, WearMeter
+from kvbm.tiers.disk.wear import WearMeter
 from kvbm.tiers.rates import KnownRates
 from kvbm.types import SegmentInfo
 
@@ -80,8 +80,8 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
         """As of each process. Also False while a clear is not durable. Submit nothing then."""
         return super().is_on and not self._unanswered_clears
 
-    def wear(self) -> Wear:
-        return Wear(None, None) if self._wear is None else self._wear.measure(self.counters.bytes_written)
+    def wear(self) -> dict[str, float]:
+        return {} if self._wear is None else self._wear.measure(self.counters.bytes_written)
 
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
         """Return the next batch of blocks found at opening, oldest first, each block once.
