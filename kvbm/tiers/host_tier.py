@@ -117,6 +117,14 @@ class HostTier:
         self._counters.eviction_order, self._counters.eviction_gain_percent = policy.choice()
         return arrival
 
+    def unwritten_blocks(self, end: int) -> Collection[bytes] | None:
+        """Return which blocks a chain of `end` blocks must not evict, see HostListener. None if no tier has to write
+        them."""
+        for listener in self.listeners:
+            if (unwritten := listener.unwritten_blocks(end)) is not None:
+                return unwritten
+        return None
+
     def next_generation(self) -> int:
         """Return a number that no transfer has had."""
         self._generation += 1
