@@ -90,7 +90,7 @@ def test_a_chain_that_another_request_still_uses_was_used_at_its_arrival():
     marks = store.arrive(begin + running, 60).marks(0, 4)
     with store.pin_prefix(begin + running):
         store.touch(begin + running, marks)
-        with store.allocate(1).stage(running).register(marks[3:]):
+        with store.allocate(1).register(running, marks[3:]):
             use(cache, 161, begin + ended)
     store.touch(begin + running)
     use(cache, 161, chain(5000, 2))
@@ -180,7 +180,7 @@ def hits(cache, requests):
 
 def test_without_requests_the_order_is_that_of_lru():
     store = BlockStore(50, tier=Tier.HOST, hash_bytes=NAME_BYTES, eviction="adaptive")
-    store.allocate(50).stage(chain(0, 50)).register().release()
+    store.allocate(50).register(chain(0, 50)).release()
     store.touch(chain(20, 10))
     assert store.oldest(50) == (*chain(30, 20)[::-1], *chain(0, 20)[::-1], *chain(20, 10)[::-1])
     assert store.policy.choice() == (1, 0)

@@ -146,7 +146,7 @@ def found_blocks(tier):
     slots, hashes = [], []
     while True:
         found = tier.recovered()
-        for some, more in zip((slots, hashes), found.lists(), strict=True):
+        for some, more in zip((slots, hashes), (found.slots, found.hashes), strict=True):
             some += more
         if found.is_last:
             return slots, hashes

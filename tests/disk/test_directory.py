@@ -21,10 +21,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.disk import files
 from kvbm.tiers.disk import instance as instance_module
 from kvbm.tiers.disk.directory import InstanceLock, reclaim_oldest
-from kvbm.tiers.disk.files import Alignment, Arena, NoRoom, dio_alignment
+from kvbm.tiers.disk.files import Arena, NoRoom
 from kvbm.tiers.disk.index import BlockIndex
 from kvbm.tiers.disk.instance import Instance
-from kvbm.tiers.disk.notes import NoteTable
 from kvbm.tiers.disk.settings import Namespace
 from kvbm.tiers.disk.storage import DiskStorage
 from kvbm_cli.store.caches import index_to_read, list_caches
@@ -236,15 +235,15 @@ def test_cache_that_cannot_be_opened_for_an_unforeseen_reason_is_not_used(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "code"),
+    ("name", "code"),
     [
-        (BlockIndex, "load", sqlite3.SQLITE_IOERR),
-        (BlockIndex, "load", sqlite3.SQLITE_CORRUPT),
-        (NoteTable, "__init__", sqlite3.SQLITE_IOERR),
+        ("load", sqlite3.SQLITE_IOERR),
+        ("load", sqlite3.SQLITE_CORRUPT),
+        ("__init__", sqlite3.SQLITE_IOERR),
     ],
     ids=["unreadable", "damaged", "unreadable-notes"],
 )
-def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, owner, name, code):
+def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, name, code):
     """SQLite's lock would otherwise last until the garbage collector finds the connection, which is in a cycle."""
     fill(tmp_path)
 
@@ -253,7 +252,7 @@ def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, o
         error.sqlite_errorcode = code
         raise error
 
-    monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(BlockIndex, name, fails)
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(EnvironmentProblem, match="planted") as caught, opened(tmp_path):
@@ -468,23 +467,6 @@ def test_locked_caches_and_those_of_another_format_are_never_reclaimed(tmp_path)
 
 
 # direct I/O
-
-
-def test_alignment_is_what_the_kernel_tells(tmp_path):
-    with opened(tmp_path) as rig:
-        told = dio_alignment(rig.tier._instance.arena.fd)
-        assert told is None or (told.memory > 0 and told.offset > 0)
-
-
-def test_slots_keep_to_a_larger_alignment(tmp_path, monkeypatch):
-    monkeypatch.setattr(Arena, "alignment", lambda self: Alignment(512, 8192))
-    with opened(tmp_path, o_direct=False) as rig:
-        assert all(rig.write(range(4), [3, 4, 5, 0]).is_good)
-        assert all(rig.read(range(4), [3, 4, 5, 0]).is_good)
-    assert (instance_of(tmp_path) / "arena").stat().st_size == 16 * 16384 + 4096
-    with pytest.raises(EnvironmentProblem, match="units of 8192") as caught, opened(tmp_path):
-        pass
-    assert "tiers.disk.o_direct" in caught.value.hint
 
 
 @pytest.mark.parametrize("allocator", ["default", "open-direct"])

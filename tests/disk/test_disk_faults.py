@@ -308,19 +308,15 @@ def test_what_a_thread_dies_of_ends_its_ticket_only(rig, faults):
     assert rig.write([2], [2]).is_good == (True,)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_dead_thread_is_replaced_and_what_it_ran_has_failed(rig, faults):
+def test_a_thread_that_dies_ends_the_process(rig):
+    """The next one opens the same cache; until then, no order hangs."""
     rig.write(range(4), range(4))
-    before = {thread for thread in threading.enumerate() if thread.name == "kvbm-disk"}
-    for thread in before:
+    threads = {thread for thread in threading.enumerate() if thread.name == "kvbm-disk"}
+    for thread in threads:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-    tickets = [rig.start_read([number], [number], [number]) for number in range(4)]  # wakes them
-    results = [rig.wait(ticket) for ticket in tickets]
-    rig.wait_until(lambda: not any(thread.is_alive() for thread in before))
-    rig.tier.poll()
-    assert sum(thread.name == "kvbm-disk" for thread in threading.enumerate()) == len(before)
-    assert all(rig.holds(number, make_hash(number)) for number in range(4) if results[number].is_good == (True,))
-    assert rig.read(range(4), range(4)).is_good == (True,) * 4
+    for number in range(4):
+        rig.start_read([number], [number], [number])  # wakes them
+    rig.wait_until(lambda: rig.tier.health.has_lost_io)
 
 
 # off and on

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -34,7 +33,6 @@ from kvbm.plan import StepPlan
 from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.tiers.disk.tier import DiskTier
-from kvbm.tiers.disk.wear import Wear
 from kvbm.tiers.rates import KnownRates
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
 from kvbm.tiers.shared.tier import SharedTier
@@ -149,12 +147,14 @@ class FakeDisk:
         if self.is_lost:
             return None
         if not self.found:
-            slots, hashes = array("q", self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
-            tenants = tuple(self.tenants.get(slot, b"") for slot in slots)
-            written = array("q", [int(time.time()) - AGE_S] * len(slots)).tobytes()
-            found = FoundBlocks(slots.tobytes(), b"".join(hashes), True, (), written, tenants)
-            self.found = list(found.parts(self.blocks_at_a_time))
+            kept, some = list(self.kept.items()), self.blocks_at_a_time
+            self.found = [self._found(kept[at : at + some], at + some) for at in range(0, len(kept) or 1, some)]
         return self.found.pop(0)
+
+    def _found(self, kept, end):
+        slots, hashes = [slot for slot, _ in kept], [sequence_hash for _, (sequence_hash, _) in kept]
+        tenants = tuple(self.tenants.get(slot, b"") for slot in slots)
+        return FoundBlocks(slots, hashes, end >= len(self.kept), (), [int(time.time()) - AGE_S] * len(slots), tenants)
 
     def submit(self, order):
         if isinstance(order, Write):
@@ -199,7 +199,7 @@ class FakeDisk:
         return ended
 
     def wear(self):
-        return Wear(None, None, None)
+        return {}
 
     def close(self, timeout_s):
         self.is_closed = True

@@ -228,8 +228,8 @@ MUTANTS = (
         name="disk-tells-the-last-found-again",
         bug="the last of what was found at opening is told again and again",
         file="kvbm/tiers/disk/storage.py",
-        old="self._found = NOTHING if is_last else (slots",
-        new="self._found = (slots, hashes, written) if is_last else (slots",
+        old="self._found = NOTHING if is_last else tuple(",
+        new="self._found = self._found if is_last else tuple(",
         fails="tests/disk/test_storage.py -k told_some_at_a_time",
     ),
     Mutant(

@@ -561,7 +561,7 @@ class Tiers:
     def put(self, store, hashes):
         slots = store.allocate(len(hashes))
         if slots is not None:
-            slots.stage(hashes).register().release()
+            slots.register(hashes).release()
 
     def write(self, random):
         """Host memory's oldest blocks go to disk."""

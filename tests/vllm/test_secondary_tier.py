@@ -482,7 +482,7 @@ def test_a_write_that_finds_no_room_is_not_tried_again_in_the_same_step(tmp_path
         shared = leader._asked_tiers[0]
         until(rig, lambda: shared.is_on)
         keys = [key_of(number) for number in range(1000)]
-        leader.host.store.allocate(16).stage(keys[:16]).register().release()
+        leader.host.store.allocate(16).register(keys[:16]).release()
         monkeypatch.setattr(shared, "due_blocks", lambda: walks.append(1) or iter([keys]))
         leader.step()
         questions = [
