@@ -201,8 +201,11 @@ class Imported:
         return [f"{first} (line {self.launch.line}).", f"The others: {names}{more}. `--select NAME` chooses one."]
 
     def notes(self) -> list[str]:
-        """Return what the profile does not have, each with the reason. It is listed on the terminal."""
-        return [*self.missing, *(f"not carried over: {one.text()}" for one in self.left)]
+        """Return what the profile does not have, each with the reason. It is listed on the terminal. A command of one
+        line needs no line."""
+        is_one_line = self.name == COMMAND and all(one.line <= 1 for one in self.left)
+        left = [replace(one, line=0) for one in self.left] if is_one_line else self.left
+        return [*self.missing, *(f"not carried over: {one.text()}" for one in left)]
 
     def put(self, key: str, value: object, text: str = "", line: int = 0) -> None:
         """Set a key. Its comment is the text and the line."""
