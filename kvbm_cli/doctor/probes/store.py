@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
@@ -41,7 +41,7 @@ SMALL_BYTES = 64
 PhaseCallback = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreReport:
     """What the probe found. `failed` is the step that failed, with the `reason`; later steps did not run.
 
@@ -106,10 +106,9 @@ class _StoreProbe:
                 self._write_and_read(seconds)
             else:
                 with self._step("get"):
-                    self._found = replace(self._found, small_get_s=_median_s(self._ask_absent))
+                    self._found.small_get_s = _median_s(self._ask_absent)
         except StepFailed as failed:
-            step, reason = failed.args
-            self._found = replace(self._found, failed=step, reason=reason)
+            self._found.failed, self._found.reason = failed.args
         finally:
             self._remove()
         return self._found
@@ -119,15 +118,15 @@ class _StoreProbe:
         with self._step("put"):
             began_s = time.time()
             self._put(key, content)
-            self._found = replace(self._found, clock_s=self._clock_s(key, began_s))
+            self._found.clock_s = self._clock_s(key, began_s)
         with self._step("get"):
             if self._store.read(key) != content:
                 raise OSError("an object has other bytes than were written")
             self._on_phase("small reads")
             small_get_s = _median_s(lambda: self._store.read(key))
         with self._step("conditional put"):
-            self._found = replace(self._found, creates_once=not self._store.write(key, content, creates=True))
-        self._found = replace(self._found, small_get_s=small_get_s)
+            self._found.creates_once = not self._store.write(key, content, creates=True)
+        self._found.small_get_s = small_get_s
         with self._step("put"):
             self._on_phase("writes")
             put_rate = self._rate(self._put_large, seconds)
@@ -137,7 +136,7 @@ class _StoreProbe:
             waiting = itertools.cycle(large)
             object_s = _median_s(lambda: self._store.read(next(waiting)))
             get_rate = self._rate(lambda number: self._store.read(large[number % len(large)]), seconds)
-        self._found = replace(self._found, put_rate=put_rate, get_rate=get_rate, object_get_s=object_s)
+        self._found.put_rate, self._found.get_rate, self._found.object_get_s = put_rate, get_rate, object_s
         with self._step("delete"):
             self._delete()
 
@@ -198,7 +197,7 @@ class _StoreProbe:
                 left += len(self._store.delete([key], _pass_over))
             except OSError:
                 left += 1
-        self._found = replace(self._found, left_objects=left)
+        self._found.left_objects = left
 
     def _remove_left(self) -> None:
         """List the objects of earlier doctors, and remove those of one that was killed."""
@@ -238,8 +237,7 @@ def _probe_pool(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallba
     try:
         found.run(seconds, writes=writes)
     except StepFailed as failed:
-        step, reason = failed.args
-        found.report = replace(found.report, failed=step, reason=reason)
+        found.report.failed, found.report.reason = failed.args
     finally:
         if writes:
             store.remove(found.keys)
@@ -260,7 +258,7 @@ class _MooncakeProbe:
 
     def run(self, seconds: float, *, writes: bool) -> None:
         self._on_phase("small reads")
-        self.report = replace(self.report, small_get_s=_median_s(self._ask))
+        self.report.small_get_s = _median_s(self._ask)
         if not writes:
             return
         content = secrets.token_bytes(SMALL_BYTES)
@@ -274,7 +272,7 @@ class _MooncakeProbe:
         self._on_phase("reads")
         object_s = _median_s(lambda: self._get(self.keys[:1]))
         get_rate = self._rate(lambda: self._get(self.keys), seconds)
-        self.report = replace(self.report, put_rate=put_rate, get_rate=get_rate, object_get_s=object_s)
+        self.report.put_rate, self.report.get_rate, self.report.object_get_s = put_rate, get_rate, object_s
 
     def _ask(self) -> None:
         if None in self._store.are_present(self.keys[:1]):
