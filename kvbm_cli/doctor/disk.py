@@ -6,6 +6,7 @@ disk_features.py checks what the filesystem supports.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import stat
@@ -94,9 +95,9 @@ def _remedy_for(directory: Path, error: OSError) -> str:
 
 def _probe(context: DoctorContext, place: Path) -> DiskReport:
     seconds, timeout_s = (QUICK_PHASE_S, QUICK_PROBE_TIMEOUT_S) if context.is_quick else (PHASE_S, PROBE_TIMEOUT_S)
-    arguments = [str(place), "--seconds", str(seconds), "--block-bytes", str(_slot_bytes(context))]
+    given = {"directory": str(place), "seconds": seconds, "block_bytes": _slot_bytes(context)}
     answer = context.machine.run_probe(
-        sys.executable, "disk", arguments, timeout_s=timeout_s, on_phase=context.on_phase
+        sys.executable, "disk", [json.dumps(given)], timeout_s=timeout_s, on_phase=context.on_phase
     )
     return TypeAdapter(DiskReport).validate_python(answer["report"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -64,9 +65,9 @@ def checks(context: DoctorContext) -> Iterator[Check]:
         return
     seconds, timeout_s = (QUICK_SECONDS, QUICK_TIMEOUT_S) if context.is_quick else (SECONDS, TIMEOUT_S)
     try:
-        arguments = [context.url, "--seconds", str(seconds), *([] if writes else ["--read-only"])]
+        given = {"url": context.url, "seconds": seconds, "writes": writes}
         answer = context.machine.run_probe(
-            sys.executable, "store", arguments, timeout_s=timeout_s, on_phase=context.on_phase
+            sys.executable, "store", [json.dumps(given)], timeout_s=timeout_s, on_phase=context.on_phase
         )
     except ProbeFailed as error:
         remedy = "check that `mooncake_master` runs" if is_pool else CREDENTIALS

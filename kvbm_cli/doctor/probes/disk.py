@@ -6,24 +6,22 @@ filesystems accept O_DIRECT and then ignore it. Nothing remains, even if the pro
 (O_TMPFILE), or is unlinked before anything is written.
 
 The probe uses at most a tenth of the free space. A filesystem may hang, so callers run this module as a program
-(`run_probe` in machine.py) with a timeout. Each line on stdout is JSON: `{"phase": ...}` while it runs,
-then `{"report": ...}`.
+(`run_probe` in machine.py) with a timeout.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
-import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.host.mounts import Mount, mount_of
 from kvbm.tiers.disk.files import PAGE_BYTES, UNSUPPORTED, fallocate
 from kvbm.tiers.disk.io.threads import ThreadsIO
+from kvbm_cli.doctor.probes import answer
 from kvbm_cli.doctor.probes.disk_file import (
     AREA_BYTES,
     DirectIO,
@@ -72,7 +70,7 @@ class DiskReport:
 
 
 def probe(
-    directory: Path,
+    directory: str | Path,
     *,
     block_bytes: int | None = None,
     seconds: float = 0.0,
@@ -82,7 +80,7 @@ def probe(
 
     Raises OSError only if the directory cannot be accessed.
     """
-    directory = directory.resolve(strict=True)
+    directory = Path(directory).resolve(strict=True)
     space = os.statvfs(directory)
     report = DiskReport(mount_of(directory), space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
     on_phase("testing the filesystem")
@@ -168,19 +166,5 @@ def _prepared(file: ProbeFile, settings: RecommendedSettings, byte_count: int) -
         yield fd
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Test what the filesystem of a directory supports.")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--block-bytes", type=int)
-    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each speed measurement")
-    given = parser.parse_args(arguments)
-
-    def print_phase(text: str) -> None:
-        print(json.dumps({"phase": text}), flush=True)
-
-    found = probe(given.directory, block_bytes=given.block_bytes, seconds=given.seconds, on_phase=print_phase)
-    print(json.dumps({"report": asdict(found)}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(probe)

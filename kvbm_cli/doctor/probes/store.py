@@ -1,29 +1,27 @@
 """Store probe: tests what a store allows and how fast it is, with objects below `kvbm-doctor/` that it removes again.
 
 It works in the order of growing permissions: list, put, get, delete; it stops at the first that fails. A store may
-hang, so callers run this module as a program (`run_probe` in machine.py) with a timeout. Each line on
-stdout is JSON: `{"phase": ...}` while it runs, then `{"report": ...}`.
+hang, so callers run this module as a program (`run_probe` in machine.py) with a timeout.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import os
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.tiers.shared.orders import Outcome
 from kvbm.tiers.shared.settings import directory_of
+from kvbm_cli.doctor.probes import answer
 
 if TYPE_CHECKING:
     from kvbm.tiers.shared.stores.mooncake import MooncakeStore
@@ -289,9 +287,9 @@ class _MooncakeProbe:
         self._require("get", self._store.get(incoming))
 
     def _require(self, step: str, answers: Sequence[StoreAnswer]) -> None:
-        for answer in answers:
-            if answer.outcome is not Outcome.GOOD:
-                raise StepFailed(step, answer.error or "the object is not there")
+        for one in answers:
+            if one.outcome is not Outcome.GOOD:
+                raise StepFailed(step, one.error or "the object is not there")
 
     def _rate(self, move: Callable[[], object], seconds: float) -> float:
         """Return the bytes per second of moving all objects again and again until the time is over."""
@@ -302,19 +300,5 @@ class _MooncakeProbe:
         return count * IN_FLIGHT * OBJECT_BYTES / (time.monotonic() - began_s)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Test what a store allows, and how fast it is.")
-    parser.add_argument("url")
-    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each speed measurement")
-    parser.add_argument("--read-only", action="store_true")
-    given = parser.parse_args(arguments)
-
-    def print_phase(text: str) -> None:
-        print(json.dumps({"phase": text}), flush=True)
-
-    found = probe(given.url, seconds=given.seconds, writes=not given.read_only, on_phase=print_phase)
-    print(json.dumps({"report": asdict(found)}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(probe)
