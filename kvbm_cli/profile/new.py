@@ -22,7 +22,7 @@ from kvbm_cli.profile.check import workload_mistakes
 from kvbm_cli.profile.machine_check import warn_of
 from kvbm_cli.profile.machine_problems import problems_here
 from kvbm_cli.profile.preflight import all_mistakes
-from kvbm_cli.profile.text import short_text, whole_text
+from kvbm_cli.profile.text import profile_text
 from kvbm_cli.system.filesystem import write_atomically, write_new
 from kvbm_cli.terminal.console import print_data, print_note
 
@@ -48,8 +48,7 @@ def new_profile(
     values, engine = _checked(file, given, overrides, parents)
     _require_no_cycle(file, parents)
     references = [_reference(parent, file) for parent in parents]
-    text = short_text(values, extends=references) if parents else whole_text(values, engine=engine)
-    _write(file, text, is_forced=is_forced)
+    _write(file, profile_text(values, engine=engine, extends=references), is_forced=is_forced)
     print_data(str(file))
     print_note(f"`kvbm serve --profile {shlex.quote(str(file))}` starts the engine")
 

@@ -31,8 +31,6 @@ from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.filesystem import missing_mount
 from kvbm_cli.system.process_identity import ProcessIdentity
 
-FREE = "engine: {model: synthetic:tiny}\ntiers: {host: {capacity: 256MiB}}\nserver: {port: 0}\n"
-
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", stored_entries("preflight"))
