@@ -16,14 +16,14 @@ from kvbm.config.findings import Findings
 from kvbm.config.layers import files_with_parents, find, shipped_name
 from kvbm.config.load import written_by
 from kvbm.engines.table import examine_written
-from kvbm.errors import EnvironmentProblem, InvariantError, UsageError, reason_of
+from kvbm.errors import InvariantError, UsageError
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.check import workload_mistakes
 from kvbm_cli.profile.machine_check import warn_of
 from kvbm_cli.profile.machine_problems import problems_here
 from kvbm_cli.profile.preflight import all_mistakes
 from kvbm_cli.profile.text import profile_text
-from kvbm_cli.system.filesystem import write_atomically, write_new
+from kvbm_cli.system.filesystem import write_new
 from kvbm_cli.terminal.console import print_data, print_note
 
 KEYS = {
@@ -48,7 +48,7 @@ def new_profile(
     values, engine = _checked(file, given, overrides, parents)
     _require_no_cycle(file, parents)
     references = [_reference(parent, file) for parent in parents]
-    _write(file, profile_text(values, engine=engine, extends=references), is_forced=is_forced)
+    write_new(file, profile_text(values, engine=engine, extends=references), replaces=is_forced)
     print_data(str(file))
     print_note(f"`kvbm serve --profile {shlex.quote(str(file))}` starts the engine")
 
@@ -111,13 +111,3 @@ def _reference(parent: Path, file: Path) -> str:
     if real_path(place / relative) != real_path(parent):
         raise InvariantError(f"`{relative}` in `{place}` is not `{parent}`")
     return relative if relative.startswith("../") else f"./{relative}"
-
-
-def _write(file: Path, text: str, *, is_forced: bool) -> None:
-    if not is_forced:
-        write_new(file, text)
-        return
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot write `{file}`: {reason_of(error)}") from None

@@ -154,9 +154,13 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
         raise
 
 
-def write_new(file: Path, text: str) -> None:
-    """Write a new file completely or not at all. Raises UsageError if it exists, EnvironmentProblem on failure."""
+def write_new(file: Path, text: str, *, replaces: bool = False) -> None:
+    """Write a file completely or not at all. Raises UsageError if it exists and is not replaced, EnvironmentProblem on
+    failure."""
     try:
+        if replaces:
+            write_atomically(file, text)
+            return
         with open(file, "x", encoding="utf-8") as opened:
             try:
                 opened.write(text)
