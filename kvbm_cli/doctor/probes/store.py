@@ -127,13 +127,13 @@ class _StoreProbe:
         self._found.small_get_s = small_get_s
         with self._step("put"):
             self._on_phase("writes")
-            put_rate = self._rate(self._put_large, seconds)
+            put_rate = _rate(self._put_large, seconds)
         large = [one for one in self._written if one != key]
         with self._step("get"):
             self._on_phase("reads")
             waiting = itertools.cycle(large)
             object_s = _median_s(lambda: self._store.read(next(waiting)))
-            get_rate = self._rate(lambda number: self._store.read(large[number % len(large)]), seconds)
+            get_rate = _rate(lambda number: self._store.read(large[number % len(large)]), seconds)
         self._found.put_rate, self._found.get_rate, self._found.object_get_s = put_rate, get_rate, object_s
         with self._step("delete"):
             self._delete()
@@ -165,21 +165,6 @@ class _StoreProbe:
     def _put_large(self, number: int) -> None:
         self._put(f"{self._place}/{number % MAX_OBJECTS}", self._large)
 
-    def _rate(self, move: Callable[[int], object], seconds: float) -> float:
-        """Return the bytes per second of moving objects from IN_FLIGHT threads until the time is over."""
-        began_s = time.monotonic()
-
-        def run(first: int) -> int:
-            count = 0
-            while not count or time.monotonic() - began_s < seconds:
-                move(first + count * IN_FLIGHT)
-                count += 1
-            return count
-
-        with ThreadPoolExecutor(IN_FLIGHT) as threads:
-            count = sum(threads.map(run, range(IN_FLIGHT)))
-        return count * OBJECT_BYTES / (time.monotonic() - began_s)
-
     def _delete(self) -> None:
         why: list[str] = []
         remaining = self._store.delete(sorted(set(self._written)), lambda left_out: why.append(left_out.why))
@@ -205,6 +190,23 @@ class _StoreProbe:
             if old:
                 with contextlib.suppress(OSError):
                     self._store.delete(old, _pass_over)
+
+
+def _rate(move: Callable[[int], object], seconds: float, *, threads: int = IN_FLIGHT) -> float:
+    """Return the bytes per second of moving IN_FLIGHT objects at a time, on threads or by one call, until the time is
+    over."""
+    began_s = time.monotonic()
+
+    def run(first: int) -> int:
+        count = 0
+        while not count or time.monotonic() - began_s < seconds:
+            move(first + count * threads)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(threads) as pool:
+        count = sum(pool.map(run, range(threads)))
+    return count * IN_FLIGHT // threads * OBJECT_BYTES / (time.monotonic() - began_s)
 
 
 def _median_s(action: Callable[[], object]) -> float:
@@ -266,10 +268,11 @@ class _MooncakeProbe:
         if bytes(received) != content:
             raise StepFailed("get", "an object has other bytes than were written")
         self._on_phase("writes")
-        put_rate = self._rate(lambda: self._put(self.keys, [slot.data for slot in self._slots]), seconds)
+        contents = [slot.data for slot in self._slots]
+        put_rate = _rate(lambda number: self._put(self.keys, contents), seconds, threads=1)
         self._on_phase("reads")
         object_s = _median_s(lambda: self._get(self.keys[:1]))
-        get_rate = self._rate(lambda: self._get(self.keys), seconds)
+        get_rate = _rate(lambda number: self._get(self.keys), seconds, threads=1)
         self.report.put_rate, self.report.get_rate, self.report.object_get_s = put_rate, get_rate, object_s
 
     def _ask(self) -> None:
@@ -290,14 +293,6 @@ class _MooncakeProbe:
         for one in answers:
             if one.outcome is not Outcome.GOOD:
                 raise StepFailed(step, one.error or "the object is not there")
-
-    def _rate(self, move: Callable[[], object], seconds: float) -> float:
-        """Return the bytes per second of moving all objects again and again until the time is over."""
-        began_s, count = time.monotonic(), 0
-        while not count or time.monotonic() - began_s < seconds:
-            move()
-            count += 1
-        return count * IN_FLIGHT * OBJECT_BYTES / (time.monotonic() - began_s)
 
 
 if __name__ == "__main__":
