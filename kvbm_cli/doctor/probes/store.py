@@ -43,14 +43,13 @@ PhaseCallback = Callable[[str], None]
 class StoreReport:
     """What the probe found. `failed` is the step that failed, with the `reason`; later steps did not run.
 
-    `creates_once`: whether a second creation of an object is refused. `clock_s`: how far the clock of the store is
-    ahead of this machine's. `small_get_s` is the median of small GETs, `object_get_s` of GETs of one object at a time;
-    rates are in bytes per second with IN_FLIGHT requests in flight. Unknown values are None.
+    `clock_s`: how far the clock of the store is ahead of this machine's. `small_get_s` is the median of small GETs,
+    `object_get_s` of GETs of one object at a time; rates are in bytes per second with IN_FLIGHT requests in flight.
+    Unknown values are None.
     """
 
     failed: str | None = None
     reason: str | None = None
-    creates_once: bool | None = None
     clock_s: float | None = None
     small_get_s: float | None = None
     object_get_s: float | None = None
@@ -122,8 +121,6 @@ class _StoreProbe:
                 raise OSError("an object has other bytes than were written")
             self._on_phase("small reads")
             small_get_s = _median_s(lambda: self._store.read(key))
-        with self._step("conditional put"):
-            self._found.creates_once = not self._store.write(key, content, creates=True)
         self._found.small_get_s = small_get_s
         with self._step("put"):
             self._on_phase("writes")
