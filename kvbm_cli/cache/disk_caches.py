@@ -147,10 +147,16 @@ def export_stats(directory: Path | None, profiles: Sequence[str], *, form: str, 
 
 def _place(directory: Path | None, profiles: Sequence[str], *, changes: bool = False) -> Path:
     """Return `--dir`, the directory of the profile, or the default directory. `changes`: the command changes caches."""
+    if directory is not None and profiles:
+        raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
+    disk = resolve(*profiles).profile.tiers.disk if profiles else None
+    if profiles and disk is None:
+        named = ", ".join(profiles)
+        raise UsageError(f"profile `{named}` has no disk tier", hint="name the directory with `--dir DIR`")
+    named_by_profile = DiskTierSection.model_fields["directory"].default if disk is None else disk.directory
+    place = directory or expanded(named_by_profile)
+    require_answering(place, changes=changes)
     if directory is not None:
-        if profiles:
-            raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
-        require_answering(directory, changes=changes)
         try:
             is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
         except OSError as error:
@@ -158,19 +164,7 @@ def _place(directory: Path | None, profiles: Sequence[str], *, changes: bool = F
         if not is_directory:
             raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)
-        return directory
-    if not profiles:
-        return _answering(expanded(DiskTierSection.model_fields["directory"].default), changes=changes)
-    disk = resolve(*profiles).profile.tiers.disk
-    if disk is None:
-        named = ", ".join(profiles)
-        raise UsageError(f"profile `{named}` has no disk tier", hint="name the directory with `--dir DIR`")
-    return _answering(expanded(disk.directory), changes=changes)
-
-
-def _answering(directory: Path, *, changes: bool) -> Path:
-    require_answering(directory, changes=changes)
-    return directory
+    return place
 
 
 def _require_outside(place: Path) -> None:
