@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at
+from kvbm.config.findings import remove
 from kvbm.config.form import NO_CAPACITY, OF_KUBERNETES, Form
 from kvbm.config.sizes import parse_size
 from kvbm.config.spelling import NEAR
@@ -227,7 +228,7 @@ def _remove_zero_tiers(document: Document) -> Iterator[str]:
             continue
         rest = {name: entry for name, entry in _section(document, tier).items() if name != "capacity"}
         if "blocks" in rest:
-            _replace(document, tier, rest)
+            remove(document, ["tiers", tier, "capacity"])
             continue
         put(document, ["tiers", tier], Entry(capacity.key, capacity.source, None))
         yield from (f"`{one.source.label}` has no effect: `{capacity.source.text}`" for one in rest.values())
@@ -246,7 +247,9 @@ def _remove_idle_disk(document: Document) -> tuple[str, ...]:
     written = _section(document, "disk")
     if not written or "capacity" in written or "blocks" in written or not all(map(_is_of_variable, written.values())):
         return ()
-    _replace(document, "disk", {})
+    remove(document, ["tiers", "disk"])
+    if not document["tiers"].section:
+        del document["tiers"]
     why = "there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or `tiers.disk.capacity`"
     return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in written.values())
 
@@ -275,15 +278,3 @@ def _idle_store(document: Document, environment: Mapping[str, str]) -> Iterator[
 def _section(document: Document, tier: str) -> Mapping[str, Entry]:
     entry = entry_at(document, ["tiers", tier])
     return (entry.section if entry is not None else None) or {}
-
-
-def _replace(document: Document, tier: str, section: Document) -> None:
-    """Replace the section of a tier. An empty one removes the tier, and `tiers` with the last tier."""
-    tiers = document["tiers"]
-    rest = {name: entry for name, entry in (tiers.section or {}).items() if name != tier}
-    if section:
-        old = (tiers.section or {})[tier]
-        rest[tier] = Entry(old.key, old.source, section)
-    del document["tiers"]
-    if rest:
-        document["tiers"] = Entry(tiers.key, tiers.source, rest)

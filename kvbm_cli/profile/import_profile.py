@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, parse_document, plain_scalar, plain_values
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.findings import remove_mistaken
+from kvbm.config.findings import remove
 from kvbm.config.flags import flag_name
 from kvbm.config.interpolation import is_interpolated
 from kvbm.config.layers import ARGUMENTS, merge
@@ -219,7 +219,7 @@ class Imported:
         for depth in range(1, len(names)):
             holder = entry_at(self.document, names[:depth])
             if holder is not None and holder.section is None:
-                remove_mistaken(self.document, [Mistake("", "", key=".".join(names[:depth]))])
+                remove(self.document, names[:depth])
         before = entry_at(self.document, names)
         if entry.section is not None and before is not None:  # two flags set one section
             entry = replace(entry, value={**(before.section or {}), **entry.section})
@@ -257,7 +257,7 @@ class Imported:
         """Remove the flag, whose value is not known."""
         name = names_of(self.engine).get(name, name)
         self.unknown_flags.add(name)
-        remove_mistaken(self.document, [Mistake("", "", key=_KEYS.get(name, f"{ARGUMENTS}{name}"))])
+        remove(self.document, _KEYS.get(name, f"{ARGUMENTS}{name}").split("."))
 
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
@@ -344,7 +344,7 @@ class Imported:
         entry = entry_at(self.document, ("engine", "arguments", _TRANSFER))
         if entry is None:
             return
-        remove_mistaken(self.document, [Mistake("", "", key=f"{ARGUMENTS}{_TRANSFER}")])
+        remove(self.document, f"{ARGUMENTS}{_TRANSFER}".split("."))
         line = entry.source.line or 0
         value = entry.value if entry.section is None else plain_values(entry.section)
         self.connector = value
@@ -472,7 +472,7 @@ class Imported:
             return False
         entry = entry_at(self.document, mistake.key.split("."))
         source = entry.source if entry is not None else Source("", "")
-        if not remove_mistaken(self.document, [mistake]):
+        if not remove(self.document, mistake.key.split(".")):
             return False
         self.leave(source.text or mistake.key.removeprefix(ARGUMENTS), _reason(mistake), source.line or 0)
         return True

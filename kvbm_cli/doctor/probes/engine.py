@@ -126,7 +126,7 @@ class BytesDiffer(Exception):
 
 class RoundTrip:
     """Moves blocks 0..n-1 of G1 to slots 0..n-1 of G2, to G3 in reverse order, back to slots n..2n-1 of G2, and to
-    blocks n..2n-1 of G1. `device` is that of G1, `disk` are settings of a DiskStorage, None without a disk tier."""
+    blocks n..2n-1 of G1. `device` holds G1; `disk` are settings of a DiskStorage, None without a disk tier."""
 
     def __init__(self, block_bytes: int, block_count: int, device: str, disk: dict[str, Any] | None) -> None:
         import numpy as np
