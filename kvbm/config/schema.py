@@ -231,16 +231,18 @@ class Tiers(Section):
         """Return G2, or a small buffer for the transfers of the disk tier if there is no host tier."""
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
 
-    def memory_below_engine(self, block_bytes: int) -> HostTierSection:
-        """Return G2 below an engine with host memory of its own. `block_bytes` is the size of a block over all ranks.
+    def buffer_blocks(self, block_bytes: int) -> int:
+        """Return the blocks of the buffer below an engine with host memory of its own: they stay in it until a shared
+        store has them. `block_bytes` is the size of a block over all ranks."""
+        stay = 0 if self.shared is None else min(SHARED_BUFFER_BLOCKS, SHARED_BUFFER_BYTES // block_bytes)
+        return max(BOUNCE_BLOCKS, stay)
 
-        Without a host tier of kvbm, blocks pass through it, and stay in it until a shared store has them.
-        """
-        host = self.host_memory()
-        if self.shared is None or (self.host is not None and not self.are_below_engine):
-            return host
-        blocks = host.blocks or (host.capacity_bytes or 0) // block_bytes
-        return HostTierSection(blocks=max(blocks, min(SHARED_BUFFER_BLOCKS, SHARED_BUFFER_BYTES // block_bytes)))
+    def memory_below_engine(self, block_bytes: int) -> HostTierSection:
+        """Return G2 below an engine with host memory of its own: the host tier of kvbm, or else a buffer."""
+        if self.host is not None and (self.shared is None or not self.are_below_engine):
+            return self.host
+        given = 0 if self.host is None else self.host.blocks or (self.host.capacity_bytes or 0) // block_bytes
+        return HostTierSection(blocks=max(given, self.buffer_blocks(block_bytes)))
 
 
 class OffloadSection(Section):

@@ -125,9 +125,7 @@ def sizing_of(device: Device, tiers: Tiers, *, keeps_host_memory: bool = False) 
     slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in parts]
     stored_bytes = max(slots) * len(slots)
     host = tiers.memory_below_engine(stored_bytes) if keeps_host_memory else tiers.host_memory()
-    buffer_blocks = 0
-    if tiers.are_below_engine:
-        buffer_blocks = tiers.model_copy(update={"host": None}).memory_below_engine(stored_bytes).blocks or 0
+    buffer_blocks = tiers.buffer_blocks(stored_bytes) if tiers.are_below_engine else 0
     return Sizing(
         block_bytes=max(device.rank_block_bytes),
         block_tokens=device.block_tokens,

@@ -90,10 +90,10 @@ MUTANTS = (
         bug="The scratch directory of a killed doctor is not removed.",
         file="kvbm_cli/system/leftovers.py",
         old="""\
-        _remove_tree(self.directory)
+        remove_tree(self.directory)
         while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
             time.sleep(REMOVAL_INTERVAL_S)
-            _remove_tree(self.directory)
+            remove_tree(self.directory)
 """,
         new="""\
         while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:

@@ -343,8 +343,8 @@ MUTANTS = (
         name="doctor-takes-all-the-space",
         bug="The trial is bounded by the free space, not by a tenth of it.",
         file="kvbm_cli/doctor/probes/disk.py",
-        old="free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES",
-        new="free = self._free_bytes if self._total_bytes else UNKNOWN_SPACE_BYTES",
+        old="free = report.free_bytes // SHARE_OF_FREE if report.total_bytes else UNKNOWN_SPACE_BYTES",
+        new="free = report.free_bytes if report.total_bytes else UNKNOWN_SPACE_BYTES",
         fails="tests/doctor/test_disk_probe.py -k tenth",
     ),
     Mutant(
