@@ -10,9 +10,7 @@ from kvbm.tiers.settings import TierPolicy
 
 @pytest.fixture
 def rig():
-    rig = Rig(slots=8, blocks=32, host_eviction="adaptive")
-    yield rig
-    rig.close()
+    return Rig(slots=8, blocks=32, host_eviction="adaptive")
 
 
 def serve(rig, name, hashes):
@@ -96,7 +94,6 @@ def test_no_block_is_declined_if_all_are_wanted(tier):
     serve(rig, "scan", chain("scan", 5))
     assert rig.leader.host.store.match(chain("scan", 5)) == 5
     assert rig.leader.counters.offload_declined_blocks == 0
-    rig.close()
 
 
 def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
@@ -106,7 +103,6 @@ def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
     assert rig.leader.host.store.match(one) == 0
     serve(rig, "second", one)
     assert rig.leader.host.store.match(one) == 1
-    rig.close()
 
 
 def test_requests_of_one_step_do_not_share_the_same_room(rig):
@@ -129,7 +125,6 @@ def test_with_lru_a_request_is_nothing_special():
     serve(rig, "second", chain("b", 5))
     assert rig.leader.host.store.match(chain("a", 6)) == 3
     assert (rig.leader.counters.eviction_order, rig.leader.counters.offload_declined_blocks) == (0, 0)
-    rig.close()
 
 
 def test_a_chain_longer_than_a_slice_gets_its_classes_in_slices():
@@ -143,7 +138,6 @@ def test_a_chain_longer_than_a_slice_gets_its_classes_in_slices():
             rig.leader.offload(name, hashes, blocks, computed_blocks=30, prompt_blocks=30)
         rig.finish(name, hashes, blocks)
     assert all(one >= RESIDENT for one in classes(rig, hashes))
-    rig.close()
 
 
 def test_an_arrival_says_what_follows_a_hit():
@@ -179,13 +173,11 @@ def test_blocks_on_disk_have_classes_too(host):
     rig.leader.match("second", hashes, 0)
     assert all(one >= RESIDENT for one in on_disk(rig, hashes[:4]))
     rig.compute("second", hashes)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     later = on_disk(rig, hashes)
     assert later == sorted(later, reverse=True)
     assert all(NEW < one < RESIDENT for one in later[4:])
     assert rig.leader.counters.disk.eviction_order == 1
-    rig.close()
 
 
 def on_disk(rig, hashes):
@@ -215,4 +207,3 @@ def test_a_disk_with_the_table_of_incumbents_keeps_what_came_back():
         serve(rig, f"scan {number}", chain(f"scan {number}", 2))
         rig.step()
     assert rig.disk_tier.store.match(kept) == 6
-    rig.close()

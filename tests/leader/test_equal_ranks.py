@@ -30,9 +30,7 @@ HASHES = chain("conversation", 12)
 @pytest.fixture
 def rig():
     """Eight ranks with latent attention."""
-    rig = Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, overdue_steps=3)
-    yield rig
-    rig.close()
+    return Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, overdue_steps=3)
 
 
 def cached_blocks(rig):
@@ -143,7 +141,6 @@ def test_different_kv_turns_the_cache_off(rank, caplog):
     assert rig.disk.has_ended_persistence
     rig.compute("b", chain("other", 3))
     assert rig.leader.step().is_empty()
-    rig.close()
 
 
 @pytest.mark.parametrize("give_up", ["discard_offloads", "abandon_offloads"])
@@ -172,7 +169,6 @@ def test_different_kv_of_one_of_two_pairs_of_ranks_turns_the_cache_off():
     rig.step()
     rig.settle()
     assert (cached_blocks(rig), rig.leader.counters.disabled) == (0, 1)
-    rig.close()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -180,9 +176,7 @@ def test_a_slot_that_another_rank_fills_anew_fails_the_load_of_every_rank(rig, w
     """The word of the writer counts, and each rank reads it before and after its copy."""
     blocks = rig.compute("a", HASHES)
     plan = rig.order()
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     rig.finish("a", HASHES, blocks)
     rig.load("b", HASHES)
     rig.order()
@@ -242,7 +236,6 @@ def test_samples_of_two_offloads_do_not_overwrite_each_other():
     assert rig.leader.counters.disabled == 0
     assert [rig.leader.match(f"probe {name}", chain(name, 4), 0) for name in "abc"] == [4, 4, 4]
     pool.close(1)
-    rig.close()
 
 
 def test_blocks_come_back_from_disk_into_the_one_copy():
@@ -253,11 +246,9 @@ def test_blocks_come_back_from_disk_into_the_one_copy():
         rig.step()
     assert {len(parts) for _, parts in rig.disk.kept.values()} == {2}, "one part of a block per KV head"
     loaded = rig.load("b", HASHES[:6])
-    for _ in range(8):
-        rig.step()
+    rig.steps(8)
     assert all(rig.g1.holds(block, name) for block, name in zip(loaded, HASHES[:6], strict=True))
     assert rig.leader.counters.disk.onboard_blocks > 0
-    rig.close()
 
 
 def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monkeypatch):

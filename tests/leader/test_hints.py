@@ -36,9 +36,7 @@ HINTS: dict[str, object] = {}
 @pytest.fixture
 def rig():
     HINTS.clear()
-    rig = Rig(slots=40, blocks=80, host_eviction="adaptive", hints=HINTS)
-    yield rig
-    rig.close()
+    return Rig(slots=40, blocks=80, host_eviction="adaptive", hints=HINTS)
 
 
 def serve(rig, name, hashes, hint=None):
@@ -166,7 +164,6 @@ def test_with_lru_a_hint_retains_nothing():
     HINTS.clear()
     scan(rig, 12)
     assert present(rig, chain("a", 8)) == 0
-    rig.close()
 
 
 def test_the_end_of_a_session_frees_its_blocks_first(rig):
@@ -195,8 +192,7 @@ def disk_rig():
     rig = Rig(slots=16, blocks=64, fake_disk=64, hints=HINTS, **disk_policy("always"))
     rig.woken = []
     rig.leader.control.wake_after = rig.woken.append
-    yield rig
-    rig.close()
+    return rig
 
 
 def test_a_chain_comes_back_from_disk_at_its_time_in_an_idle_engine(disk_rig):
@@ -204,14 +200,12 @@ def test_a_chain_comes_back_from_disk_at_its_time_in_an_idle_engine(disk_rig):
     serve(rig, "agent", hashes, {"prefetch_s": 50})
     assert rig.woken == [50]
     scan(rig, 4)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     assert present(rig, hashes) == 0
     assert not rig.leader.has_pending()
     rig.now_s = 51
     assert rig.leader.has_pending()
-    for _ in range(5):
-        rig.step()
+    rig.steps(5)
     assert present(rig, hashes) == 6
     assert not rig.leader.has_pending()
 
@@ -219,15 +213,13 @@ def test_a_chain_comes_back_from_disk_at_its_time_in_an_idle_engine(disk_rig):
 def test_a_clear_of_host_memory_keeps_what_comes_back_later(disk_rig):
     rig, hashes = disk_rig, chain("agent", 6)
     serve(rig, "agent", hashes, {"prefetch_s": 50})
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     answer = rig.leader.control.submit("clear", {"tier": "G2"})
     rig.leader.control.advance()
     assert answer.done()
     assert present(rig, hashes) == 0
     rig.now_s = 51
-    for _ in range(5):
-        rig.step()
+    rig.steps(5)
     assert present(rig, hashes) == 6
 
 
@@ -284,12 +276,10 @@ def test_a_tenant_brings_its_chain_back_while_others_wait_for_more_than_fits(dis
     serve(rig, "bob@bob", hashes, {"prefetch_s": 50})
     assert rig.leader.hints.waiting.total <= 16
     assert rig.leader.counters.prefetch_share_hints == 2
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     scan(rig, 4)
     rig.now_s = 51
-    for _ in range(5):
-        rig.step()
+    rig.steps(5)
     assert present(rig, hashes) == 4
     assert rig.leader.counters.prefetch_late_hints == 0
 
@@ -492,7 +482,6 @@ def test_what_is_given_up_for_another_tenant_is_evicted_like_other_blocks():
         assert in_host == sorted(in_host, reverse=True)
     assert present(rig, two) == 20
     assert 6 <= present(rig, one) < 20
-    rig.close()
 
 
 def test_many_that_give_up_hold_up_no_step():

@@ -23,9 +23,7 @@ def make(disk=32, *, slots=8):
 
 @pytest.fixture
 def rig():
-    rig = make()
-    yield rig
-    rig.close()
+    return make()
 
 
 def settled(rig, steps=8):
@@ -106,7 +104,6 @@ def test_a_block_that_is_being_read_is_not_read_again():
     rig.settle()
     rig.order()
     assert not rig.leader._prefetches._queued
-    rig.close()
 
 
 def test_a_disk_that_is_off_is_not_read(rig):
@@ -160,7 +157,6 @@ def test_a_start_reads_ahead_what_host_memory_has_room_for():
     again = restarted(rig, EagerDisk(32))
     assert again.leader.blocks()["G2"]["evictable"] == 8
     assert again.leader.counters.evicted_blocks == 0
-    again.close()
 
 
 def test_a_start_does_not_wait_for_a_slow_disk(monkeypatch):
@@ -172,4 +168,3 @@ def test_a_start_does_not_wait_for_a_slow_disk(monkeypatch):
     assert looked_up(again, hashes) == 0
     settled(again)
     assert looked_up(again, hashes, "again") == 4, "later steps continue"
-    again.close()

@@ -87,7 +87,6 @@ def rig():
     rig = make()
     yield rig
     check_leader(rig.leader)
-    rig.close()
 
 
 @pytest.fixture
@@ -144,7 +143,6 @@ def test_no_tokens_are_lost_between_two_ends_of_state_blocks():
     rig.g1.release(blocks)
     assert rig.leader.match_groups("next", [attention, states], 0, 80) == 64
     assert rig.leader.lost_state_tokens("next") == 0
-    rig.close()
 
 
 # -- offloads ----------------------------------------------------------------------------------------------------------
@@ -160,7 +158,6 @@ def test_a_snapshot_is_offloaded_whole_or_not_at_all():
     served.snapshot("r", names, 2)
     rig.step()
     assert rig.leader.counters.offload_blocks == 4
-    rig.close()
 
 
 def test_only_the_lost_part_of_a_snapshot_is_copied_again(rig, served):
@@ -224,7 +221,6 @@ def test_a_model_of_states_only_is_served():
     (result,) = rig.step()
     assert not result.failed_block_ids
     assert rig.g1.holds(target[0], states[1])
-    rig.close()
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------------
@@ -301,8 +297,7 @@ def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
     if to_disk == "on_evict":
         served(("b", 6))
         served(("c", 6))
-    for _ in range(6):
-        rig.step()
+    rig.steps(6)
     disk = rig.disk
     disk.waiting.clear()
     rig.close()
@@ -310,7 +305,6 @@ def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
     assert Served(rig)(("a", 4)) == 64
     assert rig.leader.counters.disk.onboard_blocks == 6
     check_leader(rig.leader)
-    rig.close()
 
 
 def test_host_memory_and_disk_together_serve_a_hit():
@@ -325,7 +319,6 @@ def test_host_memory_and_disk_together_serve_a_hit():
         rig.disk_tier.store.forget([states[3]])
     assert served(("a", 4)) == 64
     assert (rig.leader.counters.onboard_blocks, rig.leader.counters.disk.onboard_blocks) == (6, 4)
-    rig.close()
 
 
 def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_disk():
@@ -347,4 +340,3 @@ def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_d
     assert rig.leader.needs_settle(), "the load has been given up"
     assert [result.failed_block_ids for result in rig.settle()] == [tuple(range(len(wanted)))]
     assert not rig.leader.needs_settle()
-    rig.close()
