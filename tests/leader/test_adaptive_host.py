@@ -31,7 +31,16 @@ def classes(rig, hashes):
 def use_incumbents(rig):
     adaptive = rig.leader.host.store.policy
     adaptive.order.use_table(INCUMBENTS)
-    adaptive._current = adaptive._shadows[-1]
+    adaptive._current = adaptive._shadows[-1]  # its own choice takes hundreds of requests
+
+
+def incumbents(rig, count):
+    """The table keeps them: a chain that has come back."""
+    use_incumbents(rig)
+    kept = chain("kept", count)
+    serve(rig, "first", kept)
+    serve(rig, "again", kept)
+    return kept
 
 
 def test_blocks_get_the_class_that_their_request_had_when_it_arrived(rig):
@@ -44,10 +53,7 @@ def test_blocks_get_the_class_that_their_request_had_when_it_arrived(rig):
 
 
 def test_blocks_that_host_memory_would_not_keep_are_not_copied(rig):
-    use_incumbents(rig)
-    kept = chain("kept", 6)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    kept = incumbents(rig, 6)
     before = rig.leader.counters.offload_blocks
     scan = chain("scan", 5)
     rig.leader.match("scan", scan, 0)
@@ -64,10 +70,7 @@ def test_blocks_that_host_memory_would_not_keep_are_not_copied(rig):
 
 
 def test_a_declined_request_copies_no_generated_blocks_either(rig):
-    use_incumbents(rig)
-    kept = chain("kept", 8)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    incumbents(rig, 8)
     scan = chain("scan", 5)
     rig.leader.match("scan", scan, 0)
     blocks = rig.compute("scan", scan)
@@ -87,10 +90,7 @@ def test_a_declined_request_copies_no_generated_blocks_either(rig):
 )
 def test_no_block_is_declined_if_all_are_wanted(tier):
     rig = Rig(slots=8, blocks=32, host_eviction="adaptive", **tier)
-    use_incumbents(rig)
-    kept = chain("kept", 8)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    incumbents(rig, 8)
     serve(rig, "scan", chain("scan", 5))
     assert rig.leader.host.store.match(chain("scan", 5)) == 5
     assert rig.leader.counters.offload_declined_blocks == 0
@@ -106,10 +106,7 @@ def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
 
 
 def test_requests_of_one_step_do_not_share_the_same_room(rig):
-    use_incumbents(rig)
-    kept = chain("kept", 6)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    kept = incumbents(rig, 6)
     for name in ("one", "two"):
         rig.leader.match(name, chain(name, 2), 0)
         rig.compute(name, chain(name, 2))

@@ -99,6 +99,18 @@ def waits(rig, asked, limit_s=20.0, between=lambda: None):
     return {name: ended.get(name, float("inf")) - begun[name] for name in asked}
 
 
+def reads_each(rig, seconds):
+    """Lets the disk end one read after each of these times."""
+    last_s = [rig.now_s]
+
+    def between():
+        if rig.now_s - last_s[0] > seconds:
+            last_s[0] = rig.now_s
+            rig.disk.run("read")
+
+    return between
+
+
 def load(rig, name, hashes):
     matched = rig.leader.match(name, hashes, 0)
     if matched:
@@ -179,26 +191,14 @@ def test_a_load_that_waited_for_room_has_no_second_deadline_for_its_own_reads():
 def test_a_load_that_loses_time_piece_by_piece_is_cut_too():
     """Each read ends just before it would count as hung."""
     rig, (a, _) = full("disk", slots=4)
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > HUNG_S - 2 * STEP_S:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, HUNG_S - 2 * STEP_S)
     assert waits(rig, {"r": a}, between=between)["r"] < LIMIT_S + STEP_S
 
 
 def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
     rig, (a, _) = full("disk", slots=4)
     rig.disk_tier.reads.usual_s = 1.5
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > 1.5:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, 1.5)
     assert waits(rig, {"r": a}, between=between)["r"] > 4 * 1.5
     assert rig.leader.counters.disk.onboard_blocks == 8
 
@@ -206,13 +206,7 @@ def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
 def test_a_disk_that_is_slow_and_alive_is_read_after_some_loads():
     """Each of its reads takes a second; the usual time of a read is learned from those that end."""
     rig, (a, _) = full("disk", slots=4)
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > 1.0:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, 1.0)
     loaded = []
     for number in range(8):
         before = rig.leader.counters.onboard_blocks
@@ -243,13 +237,7 @@ def test_a_request_that_waited_for_a_load_that_was_cut_is_not_promised_the_disk_
 def test_a_busy_disk_whose_reads_end_one_after_the_other_is_not_given_up():
     """The last of many reads waits for longer than the deadline, but those before it end."""
     rig, chains = full("disk", names="abcdef", slots=64)
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > 0.35:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, 0.35)
     found = waits(rig, {f"r{number}": one for number, one in enumerate(chains)}, between=between)
     assert HUNG_S < max(found.values()) < 20.0
     assert rig.leader.counters.disk.onboard_blocks == 48

@@ -209,6 +209,7 @@ MAY_SHARE = pytest.mark.skipif(REPORTS_HIT_SOURCES, reason="0.32 does not ask ho
         # The KV of cross attention belongs to one request, and vLLM's block hashes do not name it.
         ({}, (FULL, CrossAttentionSpec(**SHAPE)), "CrossAttentionSpec"),
         pytest.param({"disable_cascade_attn": False}, (FULL,), "cascade", marks=MAY_SHARE),
+        pytest.param({"pipeline_parallel_size": 2}, (mamba(),), "pipeline parallelism with states", marks=needs_states),
         pytest.param({}, (LATENT, mamba()), "latent attention", marks=needs_states),
         pytest.param({}, (FULL, mamba(mode="none")), "without prefix caching", marks=needs_states),
         pytest.param({"speculative_config": object()}, (FULL, mamba()), "speculative decoding", marks=needs_states),
@@ -663,8 +664,8 @@ def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is
     output = SimpleNamespace(finished_recving=None)
     side.settle(output)
     assert output.finished_recving == {"gone"}
+    assert [load.request_id for load in side._failed_loads] == ["r"]  # the next step has them in its orders
     assert side.has_pending()
-    assert [load.request_id for load in side.build_orders(None).failed_loads] == ["r"]
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
