@@ -318,6 +318,10 @@ def ledger(capacity=400):
     return Hints(store, lambda: now[0]), now
 
 
+def sessions(hints):
+    return hints._sessions  # memory, which nothing shows
+
+
 def names(start, count):
     return [name_of(number) for number in range(start, start + count)]
 
@@ -362,12 +366,12 @@ def test_sessions_and_retentions_are_bounded():
         hint = Hint(f"session {one}", retain_s=1.0)
         hints.arrive(hint, b"", names(10 * one, 2))
         hints.finish(hint, b"", names(10 * one, 3))
-    assert 0.9 * MOST_SESSIONS < len([*hints._sessions]) <= MOST_SESSIONS
+    assert 0.9 * MOST_SESSIONS < len([*sessions(hints)]) <= MOST_SESSIONS
     assert len([*hints.retentions]) <= MOST_RETENTIONS
     hints.finish(Hint("long"), b"", names(0, 16_000))
     for one in range(20):
         hints.finish(Hint(f"long {one}"), b"", names(20_000 * one, 16_000))
-    assert sum(len(one.chain) for one in hints._sessions) <= hints._sessions.total <= 100_000
+    assert sum(len(one.chain) for one in sessions(hints)) <= sessions(hints).total <= 100_000
 
 
 # The shares of tenants
@@ -532,7 +536,7 @@ def test_the_sums_of_the_quota_are_those_of_its_parts(steps):
             by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + len(one.chain)
         assert all(count == hints.retentions.held(tenant) <= hints.quota(tenant) for tenant, count in by_tenant.items())
         assert sum(by_tenant.values()) == hints.retentions.total <= 50
-        assert hints._sessions.total == sum(max(1, len(one.chain)) for one in hints._sessions) <= 100
+        assert sessions(hints).total == sum(max(1, len(one.chain)) for one in sessions(hints)) <= 100
 
 
 # Wrong and hostile hints, on a workload of conversations and prompts that never repeat
