@@ -282,10 +282,10 @@ def test_instance_used_last_is_taken_over_first(tmp_path):
     with opened(tmp_path) as first, opened(tmp_path) as second:
         first.write([1], [0])
         second.write([2], [0])
-        older, newer = first.tier._instance.path, second.tier._instance.path
+        older, newer = first.tier.path, second.tier.path
     os.utime(older / "lock", (1, 1))
     with opened(tmp_path) as rig:
-        assert rig.tier._instance.path == newer
+        assert rig.tier.path == newer
         assert rig.recovered() == {2: 0}
 
 

@@ -466,7 +466,7 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, faults):
         rig.tier.close(0.2)
         assert time.monotonic() - started < 5
         with opened(tmp_path) as other:  # it is still locked
-            assert other.tier._instance.path != instance_of_first(tmp_path, other)
+            assert other.tier.path != instance_of_first(tmp_path, other)
         faults.io.read.release()
         assert rig.wait(hanging).is_good == (True,)
     with opened(tmp_path) as rig:
@@ -474,7 +474,7 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, faults):
 
 
 def instance_of_first(directory, other):
-    (path,) = [lock.parent for lock in directory.glob("*/*/lock") if lock.parent != other.tier._instance.path]
+    (path,) = [lock.parent for lock in directory.glob("*/*/lock") if lock.parent != other.tier.path]
     return path
 
 

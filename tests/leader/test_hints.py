@@ -236,14 +236,15 @@ def test_a_preempted_request_has_not_ended_for_its_hint(disk_rig):
     assert rig.woken == [50]
 
 
-def test_a_chain_that_is_nowhere_is_given_up_at_once(disk_rig):
+def test_a_chain_that_is_nowhere_is_given_up_at_once_and_counted(disk_rig):
     rig, hashes = disk_rig, chain("agent", 6)
     serve(rig, "agent", hashes, {"prefetch_s": 1})
     rig.now_s = 2
-    for store in rig.leader._stores():
+    for store in (rig.leader.host.store, rig.disk_tier.store):
         store.forget(hashes)
     rig.step()
     assert not rig.leader.has_pending()
+    assert rig.leader.counters.prefetch_late_hints == 1
 
 
 def test_a_disk_that_hangs_keeps_no_engine_awake(disk_rig):
@@ -297,16 +298,6 @@ def test_chains_that_are_due_together_are_read_by_turns_of_their_tenants(disk_ri
         rig.now_s += 0.1
         rig.step()
     assert [one.tenant for one in rig.leader.operations._wanted] == [b"", b""]
-
-
-def test_a_chain_that_did_not_come_back_is_counted(disk_rig):
-    rig, hashes = disk_rig, chain("agent", 6)
-    serve(rig, "agent", hashes, {"prefetch_s": 1})
-    for store in rig.leader._stores():
-        store.forget(hashes)
-    rig.now_s = 2
-    rig.step()
-    assert rig.leader.counters.prefetch_late_hints == 1
 
 
 # The quota

@@ -41,6 +41,10 @@ def written(name="a", length=4, **options):
     return second, hashes
 
 
+def rates(rig):
+    return rig.leader._rates  # that of a real store is measured
+
+
 def names(store):
     return set(store.kept)
 
@@ -313,13 +317,13 @@ def test_a_request_that_ends_while_its_runs_are_read_holds_its_blocks_until_noth
 
 def test_an_object_that_will_expire_soon_is_written_again():
     rig, hashes = written()
-    get = rig.store._get
+    get = rig.store._get  # of the fake
 
     def aging(order, fault):
         result = get(order, fault)
         return type(result)(result.ticket, result.outcome, is_aging=True)
 
-    rig.store._get = aging
+    rig.store._get = aging  # of the fake
     serve(rig, "r", hashes)
     rig.leader.finish("r", hashes)
     before = rig.store.writes
@@ -416,7 +420,7 @@ def test_runs_are_computed_where_that_is_faster_than_reading_them():
     rig, hashes = written(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)  # 4 million tokens per second
-    rig.leader._rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    rates(rig).note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", hashes, 0) == 0
     assert rig.leader.counters.shared.declined_blocks == 4
 
@@ -424,18 +428,18 @@ def test_runs_are_computed_where_that_is_faster_than_reading_them():
 @pytest.mark.parametrize("is_copy", [False, True])
 def test_the_rate_of_the_store_comes_from_reads_of_the_store_and_not_of_copies(is_copy):
     rig, hashes = written(reads_always=False)
-    get = rig.store._get
-    rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)
+    get = rig.store._get  # of the fake
+    rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)  # of the fake
     serve(rig, "r", hashes)
     assert rig.leader.counters.shared.fetched_blocks == 4
-    assert rig.leader._rates.reads[Tier.SHARED].blocks == (0 if is_copy else 4)
+    assert rates(rig).reads[Tier.SHARED].blocks == (0 if is_copy else 4)
 
 
 def test_a_store_that_is_slower_than_computing_is_not_asked():
     rig = make(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)
-    rig.leader._rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    rates(rig).note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", chain("a", 4), 0) == 0
     assert not rig.store.waiting
 

@@ -42,10 +42,9 @@ class Served:
         lost = self.rig.leader.lost_state_tokens(request) // BLOCK
         for end in sorted({*boundaries, length} | ({hit + lost} if lost else set())):
             self.snapshot(request, names, end)
-        blocks = self.compute(names[0])
+        blocks = self.rig.hold(names[0])
         self.rig.leader.offload(request, names[0], blocks, computed_blocks=length, prompt_blocks=length)
-        self.rig.step()
-        self.rig.step()
+        self.rig.steps(2)
         self.rig.leader.finish(request, *names)
         self.rig.g1.release(blocks)
         return hit * BLOCK
@@ -57,22 +56,16 @@ class Served:
             wanted = [*names[0][:end], *(states[end - 1] for states in names[1:])]
             blocks = self.rig.g1.allocate(len(wanted))
             self.rig.leader.onboard(request, wanted, 0, blocks, tokens=matched)
-            results = [result for _ in range(4) for result in self.rig.step()]
+            results = self.rig.steps(4)
             assert [result.failed_block_ids for result in results] == [()]
             assert all(self.rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
             self.rig.g1.release(blocks)
         return end
 
-    def compute(self, hashes):
-        blocks = self.rig.g1.allocate(len(hashes))
-        for block, name in zip(blocks, hashes, strict=True):
-            self.rig.g1.compute(block, name)
-        return blocks
-
     def snapshot(self, request, names, end):
         """Offload it; the engine gives up the blocks at once, and only the leader holds them."""
         hashes = [states[end - 1] for states in names[1:]]
-        blocks = self.compute(hashes)
+        blocks = self.rig.hold(hashes)
         is_kept = self.rig.leader.offload_snapshot(request, hashes, blocks)
         self.rig.g1.release(blocks)
         return is_kept
@@ -234,7 +227,7 @@ def evicted(rig, count):
 def test_eviction_takes_what_serves_no_hit_first_and_then_shortens_the_chain_snapshot_by_snapshot(rig, served):
     served(("a", 4), boundaries=(1, 2))
     names = chains(("a", 4), ("beyond", 1))
-    beyond = served.compute(names[0][4:])
+    beyond = rig.hold(names[0][4:])
     rig.leader.offload("r", names[0], [NO_BLOCK] * 4 + beyond, computed_blocks=5, prompt_blocks=5)
     rig.step()
     rig.leader.finish("r", *names)
@@ -248,7 +241,7 @@ def test_eviction_takes_what_serves_no_hit_first_and_then_shortens_the_chain_sna
 
 def test_a_request_that_ends_before_its_copies_leaves_the_head_of_its_chain_newest(rig, served):
     names = chains(("a", 3))
-    blocks = served.compute(names[0])
+    blocks = rig.hold(names[0])
     served.snapshot("r", names, 3)
     rig.leader.offload("r", names[0], blocks, computed_blocks=3, prompt_blocks=3)
     rig.leader.finish("r", *names)
