@@ -31,6 +31,12 @@ def keep(store, text):
     store.allocate(len(text)).register(names(text)).release()
 
 
+def filled(capacity, text):
+    store = make_store(capacity)
+    keep(store, text)
+    return store
+
+
 def evicted_letters(store, count):
     """Evict `count` blocks of a full store and say which, in order."""
     store.take_events()
@@ -130,8 +136,7 @@ def test_dropped_handle_is_reported_and_its_slots_stay_taken():
 
 
 def test_allocate_is_all_or_nothing():
-    store = make_store(4)
-    keep(store, "ab")
+    store = filled(4, "ab")
     held = store.pin(names("a"))
     store.take_events()
     assert store.allocate(4) is None
@@ -158,39 +163,34 @@ def test_store_without_capacity_serves_nothing_and_breaks_nothing():
 
 
 def test_free_slots_are_used_before_anything_is_evicted():
-    store = make_store(4)
-    keep(store, "ab")
+    store = filled(4, "ab")
     with store.allocate(2):
         assert store.match(names("ab")) == 2
 
 
 def test_released_chain_is_evicted_from_its_tail():
-    store = make_store(6)
-    keep(store, "abc")
+    store = filled(6, "abc")
     keep(store, "xyz")
     assert evicted_letters(store, 4) == "cbaz"
     assert store.match(names("xyz")) == 2
 
 
 def test_touch_makes_a_chain_newest_with_its_head_last():
-    store = make_store(6)
-    keep(store, "abc")
+    store = filled(6, "abc")
     keep(store, "xyz")
     store.touch(names("ab?c"))
     assert evicted_letters(store, 6) == "zyxcba"
 
 
 def test_touched_twice_in_one_call_counts_once():
-    store = make_store(3)
-    keep(store, "abc")
+    store = filled(3, "abc")
     store.touch(names("cac"))
     check_store(store)
     assert evicted_letters(store, 3) == "bac"
 
 
 def test_pinned_block_survives_full_allocation_and_is_newest_after_release():
-    store = make_store(4)
-    keep(store, "abcd")
+    store = filled(4, "abcd")
     held = store.pin(names("ab"))
     assert evicted_letters(store, 2) == "dc"
     keep(store, "ef")
@@ -199,8 +199,7 @@ def test_pinned_block_survives_full_allocation_and_is_newest_after_release():
 
 
 def test_block_pinned_twice_is_evictable_only_after_both_releases():
-    store = make_store(2)
-    keep(store, "ab")
+    store = filled(2, "ab")
     first, second = store.pin(names("ab")), store.pin(names("a"))
     first.release()
     assert store.counts() == StoreCounts(free=0, mutable=0, pinned=1, inactive=1)
@@ -210,16 +209,14 @@ def test_block_pinned_twice_is_evictable_only_after_both_releases():
 
 
 def test_pin_is_all_or_nothing():
-    store = make_store(2)
-    keep(store, "ab")
+    store = filled(2, "ab")
     assert store.pin(names("abc")) is None
     assert store.counts().pinned == 0
     check_store(store)
 
 
 def test_match_changes_neither_recency_nor_counts():
-    store = make_store(3)
-    keep(store, "abc")
+    store = filled(3, "abc")
     for start in range(3):
         assert store.match(names("abc"), start) == 3 - start
     assert store.match(names("axbc"), 1) == 0
@@ -261,8 +258,7 @@ def test_repeated_block_is_as_recent_as_its_first_place():
 
 
 def test_only_duplicates_announce_nothing():
-    store = make_store(4)
-    keep(store, "ab")
+    store = filled(4, "ab")
     store.take_events()
     keep(store, "ab")
     assert store.take_events() == []
@@ -282,8 +278,7 @@ def test_events_are_silent_when_they_are_switched_off():
 
 
 def test_forgotten_pinned_block_is_invisible_and_free_after_the_last_release():
-    store = make_store(2)
-    keep(store, "ab")
+    store = filled(2, "ab")
     first, second = store.pin(names("ab")), store.pin(names("a"))
     store.take_events()
     store.forget(names("?aa"))
@@ -299,8 +294,7 @@ def test_forgotten_pinned_block_is_invisible_and_free_after_the_last_release():
 
 
 def test_hash_that_was_forgotten_while_pinned_can_be_registered_in_another_slot():
-    store = make_store(2)
-    keep(store, "a")
+    store = filled(2, "a")
     old = store.pin(names("a"))
     store.forget(names("a"))
     new = store.allocate(1).register(names("a"))
@@ -313,8 +307,7 @@ def test_hash_that_was_forgotten_while_pinned_can_be_registered_in_another_slot(
 
 
 def test_reset_leaves_handles_valid_and_their_slots_come_back():
-    store = make_store(8)
-    keep(store, "ab")
+    store = filled(8, "ab")
     pinned = store.pin(names("a"))
     mutable, written = store.allocate(2), store.allocate(2)
     store.take_events()
@@ -401,8 +394,7 @@ def test_store_of_many_dicts_behaves_like_one(make_hash):
     ],
 )
 def test_check_notices_damage(damage):
-    store = make_store(4)
-    keep(store, "abc")
+    store = filled(4, "abc")
     check_store(store)
     damage(store)
     with pytest.raises(InvariantError):
@@ -410,8 +402,7 @@ def test_check_notices_damage(damage):
 
 
 def test_slices_of_check_notice_damage_only_where_it_is():
-    store = make_store(4)
-    keep(store, "abc")
+    store = filled(4, "abc")
     store._states[3] = 4
     store.check(0, 3)
     with pytest.raises(InvariantError, match="slot 3 is INACTIVE"):
@@ -419,8 +410,7 @@ def test_slices_of_check_notice_damage_only_where_it_is():
 
 
 def test_restored_blocks_are_found_and_evicted_in_their_order():
-    store = make_store(5)
-    keep(store, "x")
+    store = filled(5, "x")
     store.restore([4, 2, 3], names("abc"))
     assert store.match(names("abc")) == 3
     assert store.counts() == StoreCounts(free=1, mutable=0, pinned=0, inactive=4)
@@ -445,8 +435,7 @@ def test_blocks_are_restored_part_by_part_the_last_part_newest():
 
 @pytest.mark.parametrize(("slots", "text"), [([0], "y"), ([1, 1], "yz"), ([1, 2], "yy"), ([1], "x"), ([1, 2], "y")])
 def test_what_cannot_have_been_left_there_is_not_restored(slots, text):
-    store = make_store(4)
-    keep(store, "x")
+    store = filled(4, "x")
     with pytest.raises((InvariantError, ValueError)):
         store.restore(slots, names(text))
 

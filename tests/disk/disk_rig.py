@@ -163,6 +163,12 @@ def opened(directory, *, host_slots=16, shard_bytes=(8192, 4096), namespace=NAME
         tier.close(LIMIT_S)
 
 
+def left_in(directory, **keys):
+    """What the next engine finds there."""
+    with opened(directory, **keys) as rig:
+        return rig.recovered()
+
+
 @contextmanager
 def assembled(
     directory,

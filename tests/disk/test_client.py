@@ -87,6 +87,12 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
             tier.close(close_s)
 
 
+def left_in(directory: Path) -> dict[int, int]:
+    """What the next engine finds there."""
+    with opened(directory) as rig:
+        return rig.recovered()
+
+
 @contextmanager
 def stopped(pid: int):
     os.kill(pid, signal.SIGSTOP)
@@ -148,16 +154,14 @@ def test_host_slots_of_another_generation_are_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         assert rig.wait(rig.start_write([1], [0], [3], generation=GENERATION + 1)).is_good == (False,)
         assert rig.wait(rig.start_write([2], [0], [4])).is_good == (True,)
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {2: 4}
+    assert left_in(tmp_path) == {2: 4}
 
 
 def test_forgotten_blocks_are_gone(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.write([1, 2, 3], [0, 1, 2])
         rig.tier.forget([1])
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {1: 0, 3: 2}
+    assert left_in(tmp_path) == {1: 0, 3: 2}
 
 
 def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) -> None:
@@ -172,8 +176,7 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
         rig.wait(in_flight)
         rig.wait_until(lambda: rig.tier.is_on)
         assert rig.write([4], [3]).is_good == (True,)
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {4: 3}
+    assert left_in(tmp_path) == {4: 3}
 
 
 def fill_index(directory: Path, count: int) -> None:
@@ -246,8 +249,7 @@ def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
             time.sleep(0.001)
         rig.tier.clear(b"a")
         assert rig.wait(unseen).is_good[1]
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {2: 1}
+    assert left_in(tmp_path) == {2: 1}
 
 
 def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
@@ -379,8 +381,7 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
         assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the disk process has exited"
         rig.tier.forget([0])
     assert len([message for message in caplog.messages if "has exited" in message]) == 1
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {1: 0}
+    assert left_in(tmp_path) == {1: 0}
 
 
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -402,8 +403,7 @@ def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplo
         f"kvbm: the disk tier is off until its process {rig.tier.pid} answers or makes progress",
         f"kvbm: disk process {rig.tier.pid} answers again",
     ]
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {0: 0, 1: 1, 2: 2, 3: 3, 9: 9}
+    assert left_in(tmp_path) == {0: 0, 1: 1, 2: 2, 3: 3, 9: 9}
 
 
 @pytest.mark.parametrize("is_noticed", [False, True])
@@ -421,8 +421,7 @@ def test_close_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path, 
                 "0.1 s, or 2 s, if not busy"
             )
             assert has_ended(pid)
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {1: 0}
+    assert left_in(tmp_path) == {1: 0}
 
 
 def test_leader_never_waits_for_a_child_that_does_nothing(tmp_path: Path) -> None:

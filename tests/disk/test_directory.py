@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_shards, opened, settings_for
+from disk_rig import HASH_BYTES, NAMESPACE, instance_of, left_in, make_shards, opened, settings_for
 from xxhash import xxh3_64_hexdigest
 
 from kvbm.errors import EnvironmentProblem
@@ -281,10 +281,10 @@ def test_instance_used_last_is_taken_over_first(tmp_path):
     with opened(tmp_path) as first, opened(tmp_path) as second:
         first.write([1], [0])
         second.write([2], [0])
-        older, newer = first.tier._instance.path, second.tier._instance.path
+        older, newer = first.tier.path, second.tier.path
     os.utime(older / "lock", (1, 1))
     with opened(tmp_path) as rig:
-        assert rig.tier._instance.path == newer
+        assert rig.tier.path == newer
         assert rig.recovered() == {2: 0}
 
 
@@ -303,8 +303,7 @@ def test_engines_that_start_together_get_caches_of_their_own(tmp_path):
 
 def test_another_namespace_is_another_cache(tmp_path):
     fill(tmp_path)
-    with opened(tmp_path, namespace=OTHER) as rig:
-        assert rig.recovered() == {}
+    assert left_in(tmp_path, namespace=OTHER) == {}
     assert len(list_caches(tmp_path)) == 2
 
 

@@ -40,6 +40,7 @@ from kvbm.types import SegmentInfo, Tier
 
 PIECE_BYTES = 512
 GARBAGE = 0xEE
+OPEN: list[Rig] = []  # conftest.py closes them after each test
 
 
 def chain(name: str, length: int) -> list[bytes]:
@@ -366,7 +367,8 @@ class Rig:
             ],
         )
         if store is not None:
-            self.shared_tier._random.seed(0)
+            self.shared_tier._random.seed(0)  # jitter, which no option takes away
+        OPEN.append(self)
 
     @property
     def disk_tier(self):
@@ -377,6 +379,8 @@ class Rig:
         return tier_of(self.leader, Tier.SHARED)
 
     def close(self) -> None:
+        if self in OPEN:
+            OPEN.remove(self)
         self.region.close()
         for rank in self.ranks:
             rank.worker.close(0.1)
@@ -406,6 +410,13 @@ class Rig:
         """A whole step in which every copy that is waiting runs."""
         self.order()
         self.run_tiers()
+        return self.end_copies()
+
+    def steps(self, count: int) -> list[LoadResult]:
+        return [result for _ in range(count) for result in self.step()]
+
+    def end_copies(self) -> list[LoadResult]:
+        """Every copy that is waiting runs, and the leader hears of it."""
         for rank in self.ranks:
             rank.run_all()
         return self.settle()
@@ -423,12 +434,17 @@ class Rig:
             self.now_s += 0.1
             self.step()
 
-    def compute(self, request_id: str, hashes: list[bytes], *, prompt_blocks: int | None = None) -> list[int]:
-        """A request that computes `hashes` in one forward pass. Returns its G1 blocks, still referenced."""
+    def hold(self, hashes: list[bytes]) -> list[int]:
+        """Compute `hashes` without the leader. Returns their G1 blocks, still referenced."""
         blocks = self.g1.allocate(len(hashes))
         assert blocks is not None
         for block, block_hash in zip(blocks, hashes, strict=True):
             self.g1.compute(block, block_hash)
+        return blocks
+
+    def compute(self, request_id: str, hashes: list[bytes], *, prompt_blocks: int | None = None) -> list[int]:
+        """A request that computes `hashes` in one forward pass. Returns its G1 blocks, still referenced."""
+        blocks = self.hold(hashes)
         prompt = len(hashes) if prompt_blocks is None else prompt_blocks
         self.leader.offload(request_id, hashes, blocks, computed_blocks=len(hashes), prompt_blocks=prompt)
         return blocks
