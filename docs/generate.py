@@ -372,8 +372,8 @@ def metrics_page() -> str:
     for name, family in COUNTED.items():
         labels = f"{{{', '.join(family.labels)}}}" if family.labels else ""
         lines.append(f"| `{name}_total{labels}` | counter | {family.about} |")
-    lines += [f"| `{name}` | histogram | {about} |" for name, about in HISTOGRAMS]
-    lines += [f"| `{name}` | gauge | {about} |" for name, about in GAUGES]
+    lines += [f"| `{name}` | histogram | {family.about} |" for name, family in HISTOGRAMS.items()]
+    lines += [f"| `{name}` | gauge | {family.about} |" for name, family in GAUGES.items()]
     return "\n".join([*lines, ""])
 
 

@@ -6,7 +6,7 @@ It compares private books with each other and with what is public: nothing else 
 from itertools import chain
 
 from kvbm.core.policies.ranking import CLASS_MASK
-from kvbm.core.store import COMPLETE, FREE, INACTIVE, MUTABLE, ORPHANED, PINNED, BlockState, StoreCounts
+from kvbm.core.store import FREE, INACTIVE, MUTABLE, ORPHANED, PINNED, BlockState, StoreCounts
 from kvbm.errors import InvariantError
 from kvbm.host.control_words import LANES
 from kvbm.tiers.disk.tier import DiskTier
@@ -69,7 +69,6 @@ def check_store(store):
     counted = StoreCounts(
         free=states.count(FREE),
         mutable=states.count(MUTABLE),
-        complete=states.count(COMPLETE),
         pinned=pinned + orphaned,
         inactive=states.count(INACTIVE),
     )

@@ -29,9 +29,7 @@ GOOD = DiskReport(
     settings=RecommendedSettings("default", True, False),
     speed=Speed(131072, 1 << 30, 4, 2.5e9, 3.2e9, 2.4e9, 2.9e9, 0.0002),
 )
-GOOD_STORE = StoreReport(
-    creates_once=True, clock_s=0.0, small_get_s=0.004, object_get_s=0.02, put_rate=9e8, get_rate=1.2e9
-)
+GOOD_STORE = StoreReport(clock_s=0.0, small_get_s=0.004, object_get_s=0.02, put_rate=9e8, get_rate=1.2e9)
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "compiler": {"missing": []},
     "connector": {"seconds": 0.7, "error": None},

@@ -17,9 +17,6 @@ class FakeStore:
     """The interface of SharedClient: orders wait until a test runs them, and can fail or
     bring other bytes. What it `keeps` stays when another leader is made on it, and others may write and delete it."""
 
-    extent_bytes = 0
-    store_name = "fake"
-
     def __init__(self, extent_blocks: int) -> None:
         self.extent_blocks = extent_blocks
         self.is_on = True

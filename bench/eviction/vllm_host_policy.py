@@ -67,7 +67,7 @@ class KvbmPolicy(CachePolicy):
         target = self._store.allocate(1)
         assert target is not None, "vLLM evicts before it inserts"
         mark = self._marks.pop(key, None)
-        self._pins[key] = target.stage([key]).register(b"" if mark is None else bytes([mark]))
+        self._pins[key] = target.register([key], b"" if mark is None else bytes([mark]))
         self._chunks[key] = chunk
 
     def remove(self, key: bytes) -> None:

@@ -73,7 +73,7 @@ class Contender:
         self.chains = self.chains[-(capacity // BATCH - 2 * CONVERSATIONS) :]
 
     def register(self, keys: list[bytes]) -> None:
-        self.store.allocate(len(keys)).stage(keys).register().release()
+        self.store.allocate(len(keys)).register(keys).release()
 
     def pin(self, keys: list[bytes]) -> None:
         self.store.pin(keys).release()

@@ -71,7 +71,7 @@ class Kvbm:
         self.store.pin(keys).release()
 
     def register(self, keys: list[bytes]) -> None:
-        self.store.allocate(len(keys)).stage(keys).register().release()
+        self.store.allocate(len(keys)).register(keys).release()
 
     def take_events(self) -> list[object]:
         return self.store.take_events()

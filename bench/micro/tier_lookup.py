@@ -38,13 +38,13 @@ STORED, MISSING = [key_of(number) for number in range(BLOCKS)], [key_of(BLOCKS +
 
 def milliseconds(rig: Offloading, keys: list[bytes], expected: LookupResult, *, again: bool) -> float:
     """Ask for the blocks of a new request, until one is missing; with `again`, in its second step."""
-    context, lookup = rig.request(keys), rig.tier.lookup
+    context, lookup, miss = rig.request(keys), rig.tier.lookup, LookupResult.MISS
     for _ in range(1 + again):
         began_s = time.perf_counter()
         found = []
         for key in keys:
-            found.append(lookup(key, context))
-            if found[-1] is LookupResult.MISS:
+            found.append(answer := lookup(key, context))
+            if answer is miss:
                 break
         took_s = time.perf_counter() - began_s
         rig.step()

@@ -59,12 +59,13 @@ def is_within(key: str, section: str) -> bool:
 
 def remove_mistaken(document: Document, mistakes: Sequence[Mistake]) -> bool:
     """Remove the entries of the mistakes from the document. Returns whether anything was removed."""
-    removed = [_remove(document, mistake.key.split(".")) for mistake in mistakes]
+    removed = [remove(document, mistake.key.split(".")) for mistake in mistakes]
     return any(removed)
 
 
-def _remove(document: Document, names: Sequence[str]) -> bool:
-    """Remove the entry at `names`, or a parent that is not a section. A name may contain dots."""
+def remove(document: Document, names: Sequence[str]) -> bool:
+    """Remove the entry at `names`, or a parent that is not a section. A name may contain dots. Returns whether there
+    was one."""
     for depth in range(len(names), 0, -1):
         name, below = ".".join(names[:depth]), names[depth:]
         entry = document.get(name)
@@ -72,7 +73,7 @@ def _remove(document: Document, names: Sequence[str]) -> bool:
             continue
         if below and entry.section is not None:
             inside = dict(entry.section)
-            is_removed = _remove(inside, below)
+            is_removed = remove(inside, below)
             document[name] = Entry(entry.key, entry.source, inside)
             return is_removed
         del document[name]

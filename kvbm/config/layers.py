@@ -289,16 +289,11 @@ def _override(text: str) -> Document:
     key = Source("--set", shown, len("--set "), len(path))
     document: Document = {}
     source = Source("--set", shown, len(shown) - len(raw), len(raw))
-    put(document, names, Entry(key, source, _bracketed(raw, source) if raw[:1] in ("[", "{") else _typed(raw)))
-    return document
-
-
-def _bracketed(raw: str, source: Source) -> object:
-    """Parse a list or mapping."""
-    value, mistakes = parse_value(raw, source)
+    value, mistakes = parse_value(raw, source) if raw[:1] in ("[", "{") else (_typed(raw), [])
     if mistakes:
         raise mistakes[0]
-    return value
+    put(document, names, Entry(key, source, value))
+    return document
 
 
 def _option(key: str, option: str, text: str) -> Document:

@@ -231,16 +231,18 @@ class Tiers(Section):
         """Return G2, or a small buffer for the transfers of the disk tier if there is no host tier."""
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
 
-    def memory_below_engine(self, block_bytes: int) -> HostTierSection:
-        """Return G2 below an engine with host memory of its own. `block_bytes` is the size of a block over all ranks.
+    def buffer_blocks(self, block_bytes: int) -> int:
+        """Return the blocks of the buffer below an engine with host memory of its own: they stay in it until a shared
+        store has them. `block_bytes` is the size of a block over all ranks."""
+        stay = 0 if self.shared is None else min(SHARED_BUFFER_BLOCKS, SHARED_BUFFER_BYTES // block_bytes)
+        return max(BOUNCE_BLOCKS, stay)
 
-        Without a host tier of kvbm, blocks pass through it, and stay in it until a shared store has them.
-        """
-        host = self.host_memory()
-        if self.shared is None or (self.host is not None and not self.are_below_engine):
-            return host
-        blocks = host.blocks or (host.capacity_bytes or 0) // block_bytes
-        return HostTierSection(blocks=max(blocks, min(SHARED_BUFFER_BLOCKS, SHARED_BUFFER_BYTES // block_bytes)))
+    def memory_below_engine(self, block_bytes: int) -> HostTierSection:
+        """Return G2 below an engine with host memory of its own: the host tier of kvbm, or else a buffer."""
+        if self.host is not None and (self.shared is None or not self.are_below_engine):
+            return self.host
+        given = 0 if self.host is None else self.host.blocks or (self.host.capacity_bytes or 0) // block_bytes
+        return HostTierSection(blocks=max(given, self.buffer_blocks(block_bytes)))
 
 
 class OffloadSection(Section):
@@ -259,7 +261,7 @@ class OffloadSection(Section):
         description="Which computed blocks are copied to host memory: all (`always`), those of chains that were used "
         "before (`second_hit`), those that the engine is about to evict from device memory (`on_evict`, only vLLM), or "
         "those that host memory would keep (`auto`). Without `eviction: adaptive`, and if a lower tier takes every "
-        "block, `auto` copies all. With vLLM and host memory of less than 16 times the blocks of device memory, `auto` "
+        "block, `auto` copies all. With vLLM and host memory of less than 20 times the blocks of device memory, `auto` "
         "is `on_evict` once host memory is full.",
     )
     to_disk: Literal["frequency", "always", "on_evict"] = Field(

@@ -1,8 +1,8 @@
 """Variables of NVIDIA's block manager: which ones are supported, which have no effect here, and why.
 
-The reference page is generated from the table. An unknown name that starts with `DYN_KVBM_` is an error, and so is an
-invalid value; NVIDIA's block manager ignores both silently. A variable without effect causes a warning with the reason,
-whatever its value.
+`variables.json` has them, and the reference page is generated from it. An unknown name that starts with `DYN_KVBM_` is
+an error, and so is an invalid value; NVIDIA's block manager ignores both silently. A variable without effect causes a
+warning with the reason, whatever its value.
 
 A size of 0 means that there is no such tier, as upstream, and here it also removes the tier of a profile.
 
@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at
+from kvbm.config.findings import remove
 from kvbm.config.form import NO_CAPACITY, OF_KUBERNETES, Form
 from kvbm.config.sizes import parse_size
 from kvbm.config.spelling import NEAR
@@ -36,9 +40,9 @@ class Variable:
 
     name: str
     about: str
-    form: Form = Form.TEXT
+    form: Form
     key: str | None = None
-    states: tuple[object, object] = (False, True)
+    states: Sequence[object] = (False, True)
     upstream: str = ""
     is_for_store: bool = False
 
@@ -47,175 +51,8 @@ class Variable:
         return self.key is not None or self.is_for_store
 
 
-_PRESENCE = "any value means on, even `false` and `0`"
-_FRACTION = "some parts ignore a fraction and create no tier, other parts create one"
-_DEFAULTED = "text that is not a number is silently ignored"
-_NOT_READ = "NVIDIA's wheel does not read it"
-_NO_PORTS = "leader and workers need no address: they communicate through shared memory"
-_NO_CONSOLIDATOR = "there is no consolidator: the engine's own events include those of host memory"
-_NO_NCCL = "ranks of TensorRT-LLM copy blocks without NCCL"
-_NO_EVENT_SOURCE = "there is no consolidator: TensorRT-LLM's own events are not changed"
-
-
-def _sizes(name: str, tier: str, space: str) -> tuple[Variable, Variable]:
-    key, start = f"tiers.{tier}", f"{PREFIX}{name}_CACHE_"
-    about = f"{space}, summed over the ranks of one engine; 0 means no {tier} tier"
-    blocks = f"{space} in blocks; overrides GB, 0 means no override"
-    return (
-        Variable(f"{start}GB", about, Form.GIGABYTES, f"{key}.capacity", upstream=_FRACTION),
-        Variable(f"{start}OVERRIDE_NUM_BLOCKS", blocks, Form.COUNT, f"{key}.blocks", upstream=_DEFAULTED),
-    )
-
-
-def _for_store(name: str, about: str, form: Form = Form.TEXT) -> Variable:
-    return Variable(f"{PREFIX}OBJECT_{name}", about, form, upstream=_NOT_READ, is_for_store=True)
-
-
-VARIABLES: tuple[Variable, ...] = (
-    *_sizes("CPU", "host", "host memory"),
-    *_sizes("DISK", "disk", "disk space"),
-    Variable(
-        "DYN_KVBM_DISK_CACHE_DIR",
-        "directory of the cache files: an absolute path, or one that starts with `~`",
-        Form.TEXT,
-        "tiers.disk.directory",
-        upstream="default `/tmp/`; blocks are lost when the engine exits",
-    ),
-    Variable("DYN_KVBM_DISK_ALLOCATOR_TYPE", "`default` or `open-direct`", Form.TEXT, "tiers.disk.allocator"),
-    Variable(
-        "DYN_KVBM_DISK_ZEROFILL_FALLBACK",
-        "allocate space by writing zeros if fallocate is not supported",
-        Form.BOOLEAN,
-        "tiers.disk.zerofill",
-        upstream=_PRESENCE,
-    ),
-    Variable(
-        "DYN_KVBM_DISK_DISABLE_O_DIRECT",
-        "use the page cache",
-        Form.BOOLEAN,
-        "tiers.disk.o_direct",
-        (True, False),
-        upstream=_PRESENCE,
-    ),
-    Variable(
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
-        "write every block to disk (`offload.to_disk: always`)",
-        Form.BOOLEAN,
-        "offload.to_disk",
-        ("frequency", "always"),
-    ),
-    Variable(
-        "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
-        "minimum priority, 0 to 100; only for engines that send priorities",
-        Form.COUNT,
-        "offload.min_priority",
-        upstream="with an engine that sends none, any value except 0 silently disables the cache",
-    ),
-    Variable(
-        "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
-        "maximum number of parallel transfers",
-        Form.COUNT,
-        "transfer.max_concurrent",
-    ),
-    Variable(
-        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
-        "maximum number of blocks in one transfer between host memory and disk",
-        Form.COUNT,
-        "transfer.batch_blocks",
-    ),
-    Variable(
-        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
-        "seconds that `kvbm serve` waits for the engine; no effect if the engine is started by its own command",
-        Form.COUNT,
-        "transfer.init_timeout_s",
-        upstream="default 1800; here 600",
-    ),
-    Variable(
-        "DYN_KVBM_METRICS",
-        "serve the kvbm_* metrics on a separate port, besides the engine's `/metrics`",
-        Form.BOOLEAN,
-        "metrics.serve",
-    ),
-    Variable("DYN_KVBM_METRICS_PORT", "port of the metrics server, by default 6880", Form.COUNT, "metrics.port"),
-    Variable(
-        "DYN_KVBM_METRICS_HOST",
-        "address of the metrics server; an addition of this kvbm",
-        Form.TEXT,
-        "metrics.host",
-        upstream="no such variable: the server listens on every address; here the default is 127.0.0.1",
-    ),
-    Variable(
-        "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
-        "number of recent finished requests over which the hit rates are computed",
-        Form.COUNT,
-        "metrics.window_requests",
-    ),
-    Variable(
-        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
-        "interval in seconds at which hit rates are logged; 0 disables it",
-        Form.COUNT,
-        "metrics.log_interval_s",
-    ),
-    Variable("ENABLE_KVBM_RECORD", "old name of `DYN_KVBM_ENABLE_RECORD`", Form.BOOLEAN, "metrics.record"),
-    Variable(
-        "DYN_KVBM_ENABLE_RECORD",
-        "record every decision about blocks as JSON lines in a private file in `metrics.record_directory`",
-        Form.BOOLEAN,
-        "metrics.record",
-        upstream="always `/tmp/records.jsonl`",
-    ),
-    Variable(
-        "DYN_KVBM_ENABLE_NUMA",
-        "allocate host memory on the NUMA node of the GPU",
-        Form.BOOLEAN,
-        "transfer.numa",
-        upstream="`false` has no effect",
-    ),
-    Variable(
-        "DYN_MEMORY_DISABLE_NUMA", "allocate host memory on any NUMA node", Form.BOOLEAN, "transfer.numa", (True, False)
-    ),
-    Variable(
-        "DYN_KVBM_OBJECT_BUCKET",
-        "bucket of the shared tier (G4)",
-        Form.BUCKET,
-        "tiers.shared.url",
-        upstream=_NOT_READ,
-    ),
-    Variable(
-        "DYN_KVBM_OBJECT_ENABLED",
-        "0 removes the shared tier; 1 requires `DYN_KVBM_OBJECT_BUCKET` or a profile with `tiers.shared`",
-        Form.BOOLEAN,
-        "tiers.shared",
-        upstream=_NOT_READ,
-    ),
-    _for_store("ENDPOINT", "address of the S3 service; by default that of AWS, or `AWS_ENDPOINT_URL`", Form.ENDPOINT),
-    _for_store("REGION", "region of the bucket; by default `AWS_REGION`"),
-    _for_store("ACCESS_KEY", "name of the access key; by default `AWS_ACCESS_KEY_ID`, or the role of the machine"),
-    _for_store(
-        "SECRET_KEY", "secret of the access key; by default `AWS_SECRET_ACCESS_KEY`, or the role of the machine"
-    ),
-    Variable("DYN_KVBM_LEADER_ZMQ_HOST", _NO_PORTS),
-    Variable("DYN_KVBM_LEADER_ZMQ_PUB_PORT", _NO_PORTS),
-    Variable("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _NO_PORTS),
-    Variable("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined"),
-    Variable("DYN_KVBM_NCCL_MLA_MODE", _NO_NCCL),
-    Variable("DYN_KVBM_NCCL_MAX_CTAS", _NO_NCCL),
-    Variable("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", _NO_CONSOLIDATOR),
-    Variable("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", _NO_CONSOLIDATOR),
-    Variable("DYN_KVBM_TRTLLM_ZMQ_PORT", _NO_EVENT_SOURCE),
-    Variable("DYN_RUNTIME_ENABLED_KVBM", "there is no Dynamo runtime to attach to"),
-    Variable("DYN_FATBIN_PATH", "the CUDA driver copies blocks, without a kernel from a file"),
-    Variable("DYN_KVBM_ENABLE", "no version reads it: `DYN_KVBM_ENABLE=0` disables nothing"),
-    Variable("DYN_KVBM_TRANSFER_BATCH_SIZE", "no version reads it; use `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE`"),
-    Variable(
-        "DYN_KVBM_OBJECT_NUM_BLOCKS",
-        "a shared store has no number of blocks: an expiry rule of the bucket limits it (`tiers.shared.expire_days`)",
-    ),
-    Variable("DYN_KVBM_HOST_MEMORY_PROVIDER", "no released version reads it"),
-    Variable("DYN_KVBM_G2PB_ADMISSION_POLICY", "no released version reads it"),
-    Variable("DYN_KVBM_NIXL_BACKEND_<NAME>", "no released version reads it; set `tiers.disk.io` instead"),
-)
-
+_TABLE: list[dict[str, Any]] = json.loads(Path(__file__).with_name("variables.json").read_text(encoding="utf-8"))
+VARIABLES = tuple(Variable(**{**row, "form": Form[row.get("form", "TEXT")]}) for row in _TABLE)
 STORE_VARIABLES = frozenset(variable.name for variable in VARIABLES if variable.is_for_store)
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 _NIXL_PREFIX = PREFIX + "NIXL_BACKEND_"
@@ -391,7 +228,7 @@ def _remove_zero_tiers(document: Document) -> Iterator[str]:
             continue
         rest = {name: entry for name, entry in _section(document, tier).items() if name != "capacity"}
         if "blocks" in rest:
-            _replace(document, tier, rest)
+            remove(document, ["tiers", tier, "capacity"])
             continue
         put(document, ["tiers", tier], Entry(capacity.key, capacity.source, None))
         yield from (f"`{one.source.label}` has no effect: `{capacity.source.text}`" for one in rest.values())
@@ -410,7 +247,9 @@ def _remove_idle_disk(document: Document) -> tuple[str, ...]:
     written = _section(document, "disk")
     if not written or "capacity" in written or "blocks" in written or not all(map(_is_of_variable, written.values())):
         return ()
-    _replace(document, "disk", {})
+    remove(document, ["tiers", "disk"])
+    if not document["tiers"].section:
+        del document["tiers"]
     why = "there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or `tiers.disk.capacity`"
     return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in written.values())
 
@@ -439,15 +278,3 @@ def _idle_store(document: Document, environment: Mapping[str, str]) -> Iterator[
 def _section(document: Document, tier: str) -> Mapping[str, Entry]:
     entry = entry_at(document, ["tiers", tier])
     return (entry.section if entry is not None else None) or {}
-
-
-def _replace(document: Document, tier: str, section: Document) -> None:
-    """Replace the section of a tier. An empty one removes the tier, and `tiers` with the last tier."""
-    tiers = document["tiers"]
-    rest = {name: entry for name, entry in (tiers.section or {}).items() if name != tier}
-    if section:
-        old = (tiers.section or {})[tier]
-        rest[tier] = Entry(old.key, old.source, section)
-    del document["tiers"]
-    if rest:
-        document["tiers"] = Entry(tiers.key, tiers.source, rest)

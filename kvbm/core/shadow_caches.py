@@ -51,7 +51,7 @@ class SimulatedCache:
         kept = missing[: store.room(of_missing)]
         target = store.allocate(len(kept))
         assert target is not None, (len(kept), store.counts())
-        blocks = target.stage([chain[at] for at in kept]).register(of_missing[: len(kept)] if marks else b"")
+        blocks = target.register([chain[at] for at in kept], of_missing[: len(kept)] if marks else b"")
         blocks.release()
 
 

@@ -6,16 +6,15 @@ results.
 
     state       in list     in index   ends with
     FREE        free        no         allocate -> MUTABLE, restore -> INACTIVE
-    MUTABLE     -           no         stage -> COMPLETE, release -> FREE
-    COMPLETE    -           no         register -> PINNED, release -> FREE
+    MUTABLE     -           no         register -> PINNED, release -> FREE
     PINNED      -           yes        last release -> INACTIVE, forget or reset -> ORPHANED
     INACTIVE    inactive    yes        pin -> PINNED, evict (inside allocate) -> MUTABLE, forget or reset -> FREE
     ORPHANED    -           no         last release -> FREE            (pinned, but no longer findable)
 
 Per block there is no Python object except its hash and the int of its slot inside the index.
 
-A caller holds a batch of slots by a handle: MutableBlocks, CompleteBlocks or PinnedBlocks. A state change consumes the
-handle and returns the next one; if it is refused, the handle stays as it was. `release()`, or the end of a `with`,
+A caller holds a batch of slots by a handle: MutableBlocks or PinnedBlocks. A state change consumes the handle and
+returns the next one; if it is refused, the handle stays as it was. `release()`, or the end of a `with`,
 gives the blocks back. Use of a consumed or released handle raises InvariantError. If a handle is dropped while it holds
 blocks, the store reports a leak and does nothing else, because a finalizer may run in any thread at any time.
 """
@@ -42,17 +41,16 @@ class BlockState(IntEnum):
 
     FREE = 0
     MUTABLE = 1
-    COMPLETE = 2
-    PINNED = 3
-    INACTIVE = 4
-    ORPHANED = 5
+    PINNED = 2
+    INACTIVE = 3
+    ORPHANED = 4
 
 
 SAMPLE_DISTANCE = 16  # blocks of a chain
 
 # Plain ints: the loops below run for every block.
-FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)
-_IS_REGISTERED = bytes.maketrans(bytes(range(6)), bytes(state in (PINNED, INACTIVE) for state in range(6)))
+FREE, MUTABLE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)
+_IS_REGISTERED = bytes.maketrans(bytes(BlockState), bytes(state in (PINNED, INACTIVE) for state in BlockState))
 _AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((ORPHANED, FREE)))
 
 
@@ -62,14 +60,12 @@ class StoreCounts:
 
     free: int
     mutable: int
-    complete: int
     pinned: int
     inactive: int
 
     def by_state(self) -> dict[str, int]:
         """Return the counts under the names of the metrics."""
-        moving = self.mutable + self.complete
-        return {"free": self.free, "moving": moving, "pinned": self.pinned, "evictable": self.inactive}
+        return {"free": self.free, "moving": self.mutable, "pinned": self.pinned, "evictable": self.inactive}
 
 
 class BlockStore:
@@ -90,7 +86,6 @@ class BlockStore:
         self._free_count = capacity_blocks
         self._inactive_count = 0
         self._mutable_count = 0
-        self._complete_count = 0
         self._epoch = 0
         self._forgotten = 0
         self._has_events = events
@@ -132,10 +127,6 @@ class BlockStore:
         self._mutable_count -= len(slots)
         self._free(slots)
 
-    def _free_complete(self, slots: list[int]) -> None:
-        self._complete_count -= len(slots)
-        self._free(slots)
-
     def _free(self, slots: list[int]) -> None:
         self._set_states(slots, FREE)
         self._lists.append(self._lists.free, slots)
@@ -143,16 +134,11 @@ class BlockStore:
 
     # Registration
 
-    def _stage(self, slots: list[int], hashes: tuple[bytes, ...]) -> None:
-        if len(slots) != len(hashes):
-            raise InvariantError(f"{len(slots)} slots staged with {len(hashes)} hashes: {slots!r:.80}")
-        self._index.require_length(hashes)
-        self._set_states(slots, COMPLETE)
-        self._mutable_count -= len(slots)
-        self._complete_count += len(slots)
-
     def _register(self, slots: list[int], hashes: tuple[bytes, ...], epoch: int, marks: bytes) -> list[int]:
-        self._complete_count -= len(slots)
+        if len(slots) != len(hashes):
+            raise InvariantError(f"{len(slots)} slots registered with {len(hashes)} hashes: {slots!r:.80}")
+        self._index.require_length(hashes)
+        self._mutable_count -= len(slots)
         self._order.mark(slots, marks)
         if epoch != self._epoch:
             self._set_states(slots, ORPHANED)
@@ -415,11 +401,10 @@ class BlockStore:
         return bool(self._events)
 
     def counts(self) -> StoreCounts:
-        out = self._free_count + self._mutable_count + self._complete_count + self._inactive_count
+        out = self._free_count + self._mutable_count + self._inactive_count
         return StoreCounts(
             free=self._free_count,
             mutable=self._mutable_count,
-            complete=self._complete_count,
             pinned=self.capacity_blocks - out,
             inactive=self._inactive_count,
         )
@@ -515,13 +500,17 @@ class MutableBlocks(Handle):
 
     __slots__ = ()
 
-    def stage(self, hashes: Sequence[bytes]) -> CompleteBlocks:
-        """Consumes. Declare the bytes as written; `hashes[i]` is the sequence hash of `slots[i]`."""
-        store = self._holder()
-        staged_hashes = tuple(hashes)
-        store._stage(self._slots, staged_hashes)
+    def register(self, hashes: Sequence[bytes], marks: bytes = b"") -> PinnedBlocks:
+        """Consumes. Declare the bytes as written, make the blocks findable and return them pinned. `hashes[i]` is the
+        sequence hash of `slots[i]`, and `marks[i]` its mark, if known.
+
+        A hash that is already registered keeps its slot: the returned handle holds that slot, and the new one becomes
+        free. Slots that were allocated before a reset become pinned without being findable.
+        """
+        store, names = self._holder(), tuple(hashes)
+        holders = store._register(self._slots, names, self._epoch, marks)
         self._store = None
-        return CompleteBlocks(store, self._slots, self._epoch, staged_hashes)
+        return PinnedBlocks(store, holders, self._epoch, names)
 
     def split(self, mask: Sequence[bool]) -> tuple[MutableBlocks, MutableBlocks]:
         """Consumes. Return the blocks chosen by a mask and the others."""
@@ -537,8 +526,8 @@ class MutableBlocks(Handle):
         self._consume()._free_mutable(self._slots)
 
 
-class NamedBlocks(Handle):
-    """A batch whose blocks have sequence hashes: `hashes[i]` names `slots[i]`."""
+class PinnedBlocks(Handle):
+    """Registered blocks that cannot be evicted while this handle holds them. Several handles may hold one block."""
 
     __slots__ = ("_hashes",)
 
@@ -551,32 +540,6 @@ class NamedBlocks(Handle):
         """The sequence hash of each slot."""
         self._holder()
         return self._hashes
-
-
-class CompleteBlocks(NamedBlocks):
-    """Slots whose bytes are written and named, but not findable yet."""
-
-    __slots__ = ()
-
-    def register(self, marks: bytes = b"") -> PinnedBlocks:
-        """Consumes. Make the blocks findable and return them pinned. `marks[i]` is the mark of `slots[i]`, if known.
-
-        A hash that is already registered keeps its slot: the returned handle holds that slot, and the new one becomes
-        free. Slots that were allocated before a reset become pinned without being findable.
-        """
-        store = self._consume()
-        holders = store._register(self._slots, self._hashes, self._epoch, marks)
-        return PinnedBlocks(store, holders, self._epoch, self._hashes)
-
-    def release(self) -> None:
-        """Give the slots back without registering them; ends the handle."""
-        self._consume()._free_complete(self._slots)
-
-
-class PinnedBlocks(NamedBlocks):
-    """Registered blocks that cannot be evicted while this handle holds them. Several handles may hold one block."""
-
-    __slots__ = ()
 
     def release(self) -> None:
         """Unpin; ends the handle. Blocks without another pin become the most recently used, the first one newest."""

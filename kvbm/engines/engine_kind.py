@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvbm.engines.python_probe import find
 from kvbm.errors import EnvironmentProblem
+from kvbm.sizing.wanted import Wanted
 
 if TYPE_CHECKING:
     from kvbm.config.document import Document, Mistake
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kvbm.engines.launch_plan import LaunchPlan
     from kvbm.sizing.findings import StateFinding
     from kvbm.sizing.tiers import Device
-    from kvbm.sizing.wanted import Wanted
 
 
 RETURN_TOKEN_IDS: Mapping[str, object] = MappingProxyType({"logprobs": 0, "return_token_ids": True})
@@ -241,9 +241,9 @@ class EngineKind(ABC):
 
         return model_facts(model, self.presets, self.suggested_preset)
 
-    @abstractmethod
     def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
         """ProfileError or SizeUnknown for a problem of the model alone, independent of the tiers."""
+        self.device(profile, model_config, Place(), Wanted())
 
     def findings(
         self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted

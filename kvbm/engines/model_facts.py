@@ -12,13 +12,12 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from kvbm.config.engine import kinds_that
 from kvbm.config.sizes import MAX_BYTES
-from kvbm.engines.near_models import suggestion
 from kvbm.errors import ProfileError, reason_of
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue
@@ -26,6 +25,15 @@ from kvbm.text.reading import LFS_HINT, MAX_CONFIG_BYTES, is_lfs_pointer, read_a
 
 SYNTHETIC_PREFIX = "synthetic:"
 _CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"
+# Words of a name that leave the KV as it is: how the weights are quantized, and what the model was trained for.
+_VARIANT = re.compile(
+    r"awq|gptq|(nv|mx)?fp[48]|int[48]|bnb|gguf|mlx|exl[23]|quantized(\.w\d+a\d+)?|dynamic|block|unsloth|autoround|\d+bit|w\d+(a\d+)?"
+    r"|instruct|chat|it|base|pt|hf|thinking|meta|qat"
+)
+_SAME_KV = (
+    "A variant that differs only in training or quantization has the same KV per token, unless its configuration asks "
+    "for a narrower KV cache."
+)
 _HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+?)(?:\.git)?/?(?:[/?#].*)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -66,10 +74,33 @@ def _of_hub(model: str, suggested: str) -> Mapping[str, object]:
         raise no_directory(model, hint)
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
-        hint=suggestion(model, catalogue())
+        hint=_suggestion(model, catalogue())
         or "`kvbm size --list` lists the models that require no download; for other models, download "
         "`config.json` and give its directory, or start the model once: the engine downloads it",
     )
+
+
+def _suggestion(model: str, names: Iterable[str]) -> str | None:
+    """Return a hint with the name of a known model: in other letters, trained or quantized otherwise, or similar."""
+    by_name = {_last(name): name for name in names}
+    wanted = _last(model)
+    if wanted in by_name:
+        return f"did you mean `{by_name[wanted]}`?"
+    plain = {_plain(name): name for name in by_name.values()}
+    if (name := plain.get(_plain(model))) is not None:
+        return f"did you mean `{name}`? {_SAME_KV}"
+    # A model of another size or version has another cache.
+    alike = [name for name in by_name if re.findall(r"\d+", name) == re.findall(r"\d+", wanted)]
+    near = difflib.get_close_matches(wanted, alike, n=1, cutoff=0.8)
+    return f"did you mean `{by_name[near[0]]}`?" if near else None
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2].lower()
+
+
+def _plain(name: str) -> str:
+    return "-".join(word for word in re.split("[-_]", _last(name)) if not _VARIANT.fullmatch(word))
 
 
 def preset_facts(model: str, presets: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:

@@ -22,8 +22,10 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeVar
 
+from kvbm.device.worker import HostCapacity
 from kvbm.hashing import namespace
 from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.storage_leader import StorageLeader
 from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
@@ -35,6 +37,7 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.boundary import Boundary
     from kvbm.config.schema import ConnectorConfig, DiskTierSection
+    from kvbm.host.layout import BlockLayout
     from kvbm.tiers.disk.service.client import DiskSupervisor
     from kvbm.tiers.lower_tier import LowerTier, OpenTier, TierContext
     from kvbm.tiers.shared.service.client import SharedClient
@@ -78,6 +81,37 @@ def open_leader(
 def open_storage_leader(config: ConnectorConfig, engine: EngineAtStart, callbacks: LeaderCallbacks) -> StorageLeader:
     """Return the leader for an engine that has its own host memory. Raises EnvironmentProblem."""
     return _opened(StorageLeader, config, engine, callbacks)
+
+
+def open_storage(
+    boundary: Boundary,
+    config: ConnectorConfig,
+    layout: BlockLayout,
+    traits: EngineTraits,
+    identity: Callable[[], Future[Identity]],
+    *,
+    info: Mapping[str, str],
+    g1_blocks: int = 1,
+    rank_count: int = 1,
+) -> tuple[Segment, StorageLeader]:
+    """Allocate the slots of this rank, through which blocks of an engine with host memory of its own pass, and open the
+    tiers below it. Raises EnvironmentProblem."""
+    host = config.tiers.memory_below_engine(layout.slot_stride * rank_count)
+    capacity = HostCapacity(capacity_bytes=host.capacity_bytes, block_count=host.blocks)
+    slots = capacity.slot_count(layout.slot_stride, rank_count)
+    segment = Segment.create(rank=0, layout=layout, slot_count=slots)
+    engine = EngineAtStart([segment.info], traits, g1_blocks, identity, info=info)
+    try:
+        leader = open_storage_leader(config, engine, LeaderCallbacks(_no_device_blocks, _no_device_blocks))
+    except BaseException:
+        segment.close()
+        raise
+    boundary.counters = leader.counters
+    return segment, leader
+
+
+def _no_device_blocks(block_ids: Sequence[int]) -> None:
+    assert not block_ids, "kvbm holds no device memory of this engine"
 
 
 def _opened(

@@ -5,7 +5,6 @@ Another engine has a folder next to this file, a row in KINDS, and its section o
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from kvbm.engines.synthetic_directory import preset_of
 from kvbm.engines.trtllm.kind import TrtllmKind
 from kvbm.engines.vllm.kind import VllmKind
 from kvbm.errors import EnvironmentProblem
-from kvbm.identity.machine import cpu_flags
+from kvbm.identity.machine import cpu_flags, version_of
 from kvbm.sizing.tiers import Sizing, sizing_of
 from kvbm.sizing.wanted import Cpu, Wanted
 
@@ -66,15 +65,11 @@ def engine_version(profile: Profile) -> dict[str, str]:
 def versions(profile: Profile) -> dict[str, str]:
     """Return the versions of the packages of a run, without importing them."""
     import platform
-    from importlib.metadata import PackageNotFoundError, version
 
-    found = {"kvbm": version("kvbm-cli"), "python": platform.python_version()}
-    if profile.engine.kind != "embedded":
-        return {**found, **engine_version(profile)}
-    for name in ("torch", "transformers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    found = engine_version(profile)
+    if profile.engine.kind == "embedded":
+        found = {name: version for name in ("torch", "transformers") if (version := version_of(name))}
+    return {"kvbm": version_of("kvbm-cli"), "python": platform.python_version(), **found}
 
 
 def cpu_of(profile: Profile) -> Cpu:

@@ -6,7 +6,7 @@
 The digest is xxh3 with 128 bits: it finds accidents, not attacks. A user who can write the weights controls the
 answers. xxh3 reads faster than memory delivers, so pieces pass through a buffer that stays in the cache of a core.
 
-Whether a file changed is read from its metadata. That is exact on some file systems only (`shows_changes`), and only
+Whether a file changed is read from its metadata. That is exact on some file systems only (file_systems.yaml), and only
 for bytes that have been written back: a store through a mapping sets the times of a file at the first store to a clean
 page, not at later ones, and a call of `write` sets them when it begins. So every look at the metadata waits for such a
 call, and writes back what is dirty before it (`signature_of`). Where that has no effect, as on an overlay, a file that
@@ -20,13 +20,15 @@ import fcntl
 import os
 import stat
 import struct
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
+import yaml
 
 from kvbm.host.libc import LIBC, last_error
 
@@ -37,32 +39,10 @@ QUIET_NS = 60_000_000_000  # within it the kernel writes dirty pages back by its
 SECOND_NS = 1_000_000_000
 WRITE_BACK = 7  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER
 
-# Types of file systems (`f_type` of statfs) that set ctime at each change, from the system's or the server's clock.
-# Images (squashfs, erofs) store what their builder wrote; FUSE and FAT take mtime for ctime; overlay hides the type.
-LIVE_FILE_SYSTEMS = frozenset(
-    {
-        0xEF53,  # ext2, ext3, ext4
-        0x58465342,  # xfs
-        0x9123683E,  # btrfs
-        0x2FC12FC1,  # zfs
-        0xF2F52010,  # f2fs
-        0xCA451A4E,  # bcachefs
-        0x6969,  # nfs
-        0x0BD00BD0,  # lustre
-        0x00C36400,  # ceph
-        0x47504653,  # gpfs
-    }
-)
-# Those of them whose kernel always stores nanoseconds, and for which there are tools that build images (`mke2fs -d`).
-BUILT_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0xCA451A4E})
-# Those where a store through a mapping leaves no trace at all: they never write back.
-SILENT_FILE_SYSTEMS = frozenset(
-    {
-        0x01021994,  # tmpfs
-        0x858458F6,  # ramfs
-        0x958458F6,  # hugetlbfs
-    }
-)
+_TYPES = yaml.safe_load(Path(__file__).with_name("file_systems.yaml").read_text())
+LIVE_FILE_SYSTEMS = frozenset(_TYPES["live"].values())
+BUILT_FILE_SYSTEMS = frozenset(_TYPES["live"][name] for name in _TYPES["built"])
+SILENT_FILE_SYSTEMS = frozenset(_TYPES["silent"].values())
 OVERLAY = 0x794C7630
 FIEMAP = 0xC020660B
 FIEMAP_REQUEST = struct.Struct("QQIIII")  # start, length, flags, mapped extents, extents that fit, reserved
@@ -145,106 +125,48 @@ def signature_of(path: Path) -> Signature:
 
 def digest_files(files: Sequence[tuple[str, Signature]], threads: int) -> list[str]:
     """Return the digests of files. Raises OSError, FileChanged if one is not the file that its metadata describe."""
-    work = _Work(files)
-    others = [threading.Thread(target=work.run, name="kvbm-digest", daemon=True) for _ in range(threads - 1)]
-    for thread in others:
-        thread.start()
-    work.run()
-    for thread in others:
-        thread.join()
-    return work.finish()
+    pieces = [[(path, expected, offset) for offset in _offsets(expected)] for path, expected in files]
+    ordered = chain.from_iterable(pieces)
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvbm-digest") as pool:  # after an error, the rest is left out
+        found = iter(list(pool.map(_digest_piece, ordered) if threads > 1 else map(_digest_piece, ordered)))
+    digests = []
+    for (_, expected), of_file in zip(files, pieces, strict=True):
+        hasher = xxhash.xxh3_128(expected.size.to_bytes(8, "little"))
+        for digest in islice(found, len(of_file)):
+            hasher.update(digest)
+        digests.append(hasher.hexdigest())
+    return digests
 
 
-class _Work:
-    """Digests of files, a piece at a time. Threads share it under its lock; at most one file a thread is open."""
-
-    def __init__(self, files: Sequence[tuple[str, Signature]]) -> None:
-        self._digests = [""] * len(files)
-        self._lock = threading.Lock()
-        self._open: dict[int, _OpenFile] = {}  # by the place of the file
-        self._tasks = self._pieces(files)
-        self._errors: list[OSError] = []
-
-    def run(self) -> None:
-        buffer = memoryview(bytearray(READ_BYTES))
-        try:
-            while (task := self._next()) is not None:
-                place, piece = task
-                digest = self._open[place].digest(piece, buffer)
-                self._end(place, piece, digest)
-        except OSError as error:
-            self._errors.append(error)
-
-    def finish(self) -> list[str]:
-        """Return the digests, when all threads have ended. Raises OSError."""
-        for file in self._open.values():
-            file.close()
-        if self._errors:
-            raise self._errors[0]
-        return self._digests
-
-    def _next(self) -> tuple[int, int] | None:
-        with self._lock:
-            return None if self._errors else next(self._tasks, None)
-
-    def _end(self, place: int, piece: int, digest: bytes) -> None:
-        with self._lock:
-            file = self._open[place]
-            file.pieces[piece] = digest
-            if len(file.pieces) == file.piece_count:
-                self._digests[place] = file.whole_digest()
-                del self._open[place]
-                file.close()
-
-    def _pieces(self, files: Sequence[tuple[str, Signature]]) -> Iterator[tuple[int, int]]:
-        """Yield place and number of the pieces of all files, in order. Opens each file at its first piece."""
-        for place, (path, expected) in enumerate(files):
-            file = self._open[place] = _OpenFile(path, expected)
-            for piece in range(file.piece_count):
-                yield place, piece
+def _offsets(expected: Signature) -> range:
+    """Return where the pieces of a file begin. An empty file has one."""
+    return range(0, max(1, expected.size), PIECE_BYTES)
 
 
-class _OpenFile:
-    """A file while its pieces are digested. *Owns* its descriptor. All methods raise OSError."""
-
-    def __init__(self, path: str, expected: Signature) -> None:
-        self._path = path
-        self._expected = expected
-        self.piece_count = max(1, -(-expected.size // PIECE_BYTES))
-        self.pieces: dict[int, bytes] = {}
-        self._fd = _open_regular(Path(path))
-        try:
-            _settle(self._fd)
-            self._require_unchanged()
-        except BaseException:
-            self.close()
-            raise
-
-    def digest(self, piece: int, buffer: memoryview) -> bytes:
-        hasher = xxhash.xxh3_128()
-        offset = piece * PIECE_BYTES
-        end = min(offset + PIECE_BYTES, self._expected.size)
+def _digest_piece(piece: tuple[str, Signature, int]) -> bytes:
+    """Return the digest of the piece at an offset. Raises OSError, FileChanged if the file changed before its end."""
+    path, expected, offset = piece
+    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
+    end = min(offset + PIECE_BYTES, expected.size)
+    fd = _open_regular(Path(path))
+    try:
+        _settle(fd)
+        _require_unchanged(fd, path, expected)
         while offset < end:
-            count = os.preadv(self._fd, [buffer[: min(len(buffer), end - offset)]], offset)
+            count = os.preadv(fd, [buffer[: min(len(buffer), end - offset)]], offset)
             if not count:
-                raise FileChanged(f"{self._path} became shorter while it was read")
+                raise FileChanged(f"{path} became shorter while it was read")
             hasher.update(buffer[:count])
             offset += count
-        return hasher.digest()
+        _require_unchanged(fd, path, expected)
+    finally:
+        os.close(fd)
+    return hasher.digest()
 
-    def whole_digest(self) -> str:
-        self._require_unchanged()
-        hasher = xxhash.xxh3_128(self._expected.size.to_bytes(8, "little"))
-        for piece in range(self.piece_count):
-            hasher.update(self.pieces[piece])
-        return hasher.hexdigest()
 
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _require_unchanged(self) -> None:
-        if Signature.of(os.fstat(self._fd)) != self._expected:
-            raise FileChanged(f"{self._path} changed")
+def _require_unchanged(fd: int, path: str, expected: Signature) -> None:
+    if Signature.of(os.fstat(fd)) != expected:
+        raise FileChanged(f"{path} changed")
 
 
 def _open_regular(path: Path) -> int:

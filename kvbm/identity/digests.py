@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from kvbm.child import deadlines
-from kvbm.child.channel import Channel, ChannelClosed
+from kvbm.child.channel import ChannelClosed
 from kvbm.child.child import Problem
 from kvbm.child.parent import end, start_child
 from kvbm.errors import EnvironmentProblem
@@ -42,44 +42,33 @@ def begin(files: Files, cache: DigestCache | None = None) -> Future[list[str]]:
     """
     cache = DigestCache(default_path()) if cache is None else cache
     found: Future[list[str]] = Future()
-    known: list[str | None] = []
-
-    def run(digest: Callable[[Files], list[str]]) -> None:
-        try:
-            found.set_result(_complete(cache, files, known, unread, digest))
-        except (OSError, Unidentified) as error:
-            found.set_exception(Unidentified(str(error)))
-
     try:
-        known += [cache.get(Path(path), signature) for path, signature in files]
-        unread = [one for one, digest in zip(files, known, strict=True) if digest is None]
-        if sum(signature.size for _, signature in unread) <= INLINE_BYTES:
-            run(lambda some: digest_files(some, 1))
+        cached = ((file, cache.get(Path(file[0]), file[1])) for file in files)
+        known = {file: digest for file, digest in cached if digest is not None}
+        unread = [file for file in files if file not in known]
+        is_small = sum(signature.size for _, signature in unread) <= INLINE_BYTES
+
+        def run() -> None:
+            try:
+                began_ns = time.time_ns()
+                read = digest_files(unread, 1) if is_small else _by_process(unread)
+                for (path, signature), digest in zip(unread, read, strict=True):
+                    cache.put(Path(path), signature, digest, began_ns)
+                    known[path, signature] = digest
+                cache.save()
+                found.set_result([known[file] for file in files])
+            except (OSError, Unidentified) as error:
+                found.set_exception(Unidentified(str(error)))
+
+        if is_small:
+            run()
         else:
-            threading.Thread(target=run, args=(_by_process,), name="kvbm-digests", daemon=True).start()
+            threading.Thread(target=run, name="kvbm-digests", daemon=True).start()
     except OSError as error:
         found.set_exception(Unidentified(str(error)))
     except RuntimeError as error:
         found.set_exception(Unidentified(f"no thread can be started: {error}"))
     return found
-
-
-def _complete(
-    cache: DigestCache,
-    files: Files,
-    known: Sequence[str | None],
-    unread: Files,
-    digest: Callable[[Files], list[str]],
-) -> list[str]:
-    """Return all digests in order, and keep those that were not known. Raises OSError or Unidentified."""
-    if not unread:
-        return [one for one in known if one is not None]
-    began_ns = time.time_ns()
-    read = dict(zip(unread, digest(unread), strict=True))
-    for (path, signature), one in read.items():
-        cache.put(Path(path), signature, one, began_ns)
-    cache.save()
-    return [read[file] if one is None else one for file, one in zip(files, known, strict=True)]
 
 
 def _by_process(files: Files) -> list[str]:
@@ -91,20 +80,14 @@ def _by_process(files: Files) -> list[str]:
         raise Unidentified(error.message) from error
     try:
         channel.send(DigestOrder(tuple(files), frozenset(allowed_cores())))
-        digests = _answer(channel)
+        answer = channel.receive_one(object)
     except ChannelClosed as error:
         raise Unidentified("the process that reads the files of the model has ended") from error
     finally:
         channel.close()
         end(child, deadlines.EXIT_S)
-    log.info("kvbm: identified %.1f GB of model files in %.1f s", total_gb, time.monotonic() - began_s)
-    return digests
-
-
-def _answer(channel: Channel) -> list[str]:
-    """May raise Unidentified or ChannelClosed."""
-    answer = channel.receive_one(object)
     if isinstance(answer, Problem):
         raise Unidentified(answer.message)
     assert isinstance(answer, Digests), answer
+    log.info("kvbm: identified %.1f GB of model files in %.1f s", total_gb, time.monotonic() - began_s)
     return list(answer.digests)

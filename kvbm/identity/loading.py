@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ class Loading:
         first = self._look(directory)
         self._watch = ChangeWatch.watch(first.way, (path for path, _ in first.paths()))
         self._before = self._look(directory)
-        self._pins = _Pins(self._before)
+        self._pins = _pinned(self._before)
         names = [{path: found[:2] for path, found in one.way.items()} for one in (first, self._before)]
         self._knows_moves = self._watch is not None and names[0] == names[1]
 
@@ -70,7 +71,7 @@ class Loading:
                 raise Unidentified(f"`{changed}` changed while {after.root} was loaded, or just before; {AGAIN}")
             return _content(after, self._pins)
         except BaseException:
-            self._pins.release()
+            self._pins.close()
             raise
 
 
@@ -122,7 +123,7 @@ def loaded(path: Path, *, every: bool = False, start_ns: int | None = None) -> F
     _require_traces(found)
     if (changed := found.changed_after(process_start_ns() if start_ns is None else start_ns)) is not None:
         raise Unidentified(f"`{changed or path}` changed after the engine was started, or just before; {AGAIN}")
-    return _content(found, _Pins(found))
+    return _content(found, _pinned(found))
 
 
 def require_unchanged(path: Path) -> None:
@@ -141,30 +142,21 @@ def _require_traces(found: Look) -> None:
         raise Unidentified(f"`{found.silent or found.root}` {SILENT}")
 
 
-def _content(found: Look, pins: _Pins) -> FileContent:
+def _content(found: Look, pins: ExitStack) -> FileContent:
     """*Consumes* the pins."""
     try:
         begun = digests.begin(found.paths())
     except BaseException:
-        pins.release()
+        pins.close()
         raise
-    begun.add_done_callback(lambda _: pins.release())
+    begun.add_done_callback(lambda _: pins.close())
     return FileContent(found, begun)
 
 
-class _Pins:
-    """Directories that are held open, so that neither their inodes nor their devices can be given to others."""
-
-    def __init__(self, found: Look) -> None:
-        """May raise OSError."""
-        self._fds: list[int] = []
-        try:
-            for path in (found.root, *found.way):
-                self._fds.append(os.open(path, os.O_PATH | os.O_CLOEXEC))
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+def _pinned(found: Look) -> ExitStack:
+    """Open directories until the stack is closed, so that neither their inodes nor their devices can be given to
+    others. May raise OSError."""
+    with ExitStack() as pins:
+        for path in (found.root, *found.way):
+            pins.callback(os.close, os.open(path, os.O_PATH | os.O_CLOEXEC))
+        return pins.pop_all()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvbm.tiers.lower_tier import TierContext
     from kvbm.tiers.settings import EvictionQueue
 
-SMALL_HOST = 16  # `auto` copies late if host memory has less than so many times the blocks of G1
+SMALL_HOST = 20  # `auto` copies late if host memory has less than so many times the blocks of G1
 STEPS_AHEAD = 2
 HOST_SHARE = 4  # at most this part of host memory is watched, or as many blocks as may be in flight: it has them twice
 WATCHED_SLICES = 4  # but no more than this, of the blocks that a step may copy

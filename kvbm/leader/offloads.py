@@ -117,14 +117,6 @@ class Offloads:
         `on_evict`, and with `auto` once host memory is full."""
         return self._late is not None
 
-    def unwritten_blocks(self, end: int) -> int | None:
-        """Return how many G2 blocks a chain of `end` blocks must not evict, because a lower tier has still to write
-        them. None if the chain passes through to none, so that it has to fit into G2."""
-        for tier in self._host.listeners:
-            if (unwritten := tier.unwritten_blocks(end)) is not None:
-                return len(unwritten)
-        return None
-
     def advance(self, progress: OffloadProgress, hashes: Sequence[bytes], block_ids: Sequence[int], end: int) -> None:
         """Collect those of `hashes[:end]` that are missing in G2, as far as there is room, for the order of this step.
 
@@ -137,7 +129,7 @@ class Offloads:
         if progress.is_declined:
             progress.considered = max(progress.considered, end)
             return
-        begin, store, unwritten = progress.considered, self._host.store, self.unwritten_blocks(end)
+        begin, store, unwritten = progress.considered, self._host.store, self._host.unwritten_blocks(end)
         if unwritten is None:
             end = min(end, self._host.capacity_blocks)
             if end <= begin:
@@ -265,7 +257,7 @@ class Offloads:
     def _evicted_after(self, count: int) -> float:
         """Return how many blocks will have been evicted if `count` more are collected; infinite if there is no room,
         or if blocks must be written to a lower tier before."""
-        if self._room(self._settings.max_in_flight_blocks, None) < count or self.unwritten_blocks(0) is not None:
+        if self._room(self._settings.max_in_flight_blocks, None) < count or self._host.unwritten_blocks(0) is not None:
             return math.inf
         collected = len(self._collected.hashes) + len(self._snapshots.hashes) + count
         return self._counters.evicted_blocks + max(0, collected - self._host.store.free)
@@ -297,7 +289,7 @@ class Offloads:
 
         Return whether the snapshot is in G2 or on its way.
         """
-        unwritten = self.unwritten_blocks(len(hashes))
+        unwritten = self._host.unwritten_blocks(len(hashes))
         absent = [index for index in self._host.store.touch(hashes) if hashes[index] not in self._departing]
         if len(absent) > self._room(SNAPSHOT_SHARE * self._settings.max_in_flight_blocks, unwritten):
             self._counters.offload_skipped_blocks += len(absent)
@@ -340,9 +332,9 @@ class Offloads:
 
     def _order_late(self, late: LateOffloads) -> tuple[Offload, ...]:
         """Return one order for the noted blocks that the engine evicts next."""
-        unwritten = self.unwritten_blocks(0)
+        unwritten = self._host.unwritten_blocks(0)
         room = self._settings.max_in_flight_blocks - self.queue()[0]
-        picks = late.pick(min(room, self._host.store.available - (unwritten or 0)))
+        picks = late.pick(min(room, self._host.store.available - len(unwritten or ())))
         if not picks:
             return ()
         block_ids, contents, names, tenants, marks = map(list, zip(*picks, strict=True))
@@ -444,7 +436,7 @@ class Offloads:
         hashes: list[bytes],
         block_ids: list[int],
         tenant: bytes,
-        unwritten: int | None,
+        unwritten: Collection[bytes] | None,
         marks: bytes,
     ) -> None:
         self._block_pool.hold(block_ids)
@@ -460,10 +452,10 @@ class Offloads:
             self._release_blocks([batch.block_ids[position] for position in positions])
             batch.remove(positions)
 
-    def _room(self, may_hold: int, unwritten: int | None) -> int:
+    def _room(self, may_hold: int, unwritten: Collection[bytes] | None) -> int:
         """Return how many more blocks can be collected if the copies `may_hold` so many blocks of G1."""
         collected = len(self._collected.hashes) + len(self._snapshots.hashes)
-        slots = self._host.store.available - (unwritten or 0) - collected
+        slots = self._host.store.available - len(unwritten or ()) - collected
         return max(0, min(may_hold - self._held_blocks, slots))
 
     def _end(self, flight: _OffloadInFlight, is_ready: Sequence[bool]) -> None:

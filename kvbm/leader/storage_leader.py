@@ -358,8 +358,7 @@ class StorageLeader(EngineTiers):
 
     def _unwritten(self) -> Collection[bytes]:
         """Return the blocks in G2 that the disk has still to write, if G2 is a buffer."""
-        found = (tier.unwritten_blocks(0) for tier in self.host.listeners)
-        return next((blocks for blocks in found if blocks is not None), ())
+        return self.host.unwritten_blocks(0) or ()
 
     def _filled(self, target: Reservation, loan: Loan, lend: Lend) -> Question[None]:
         try:

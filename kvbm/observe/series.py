@@ -9,8 +9,10 @@ The leader's thread writes all numbers, into `Counters`. A collector only reads,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.metrics import MATCH_BOUNDS_S, TRANSFER_BOUNDS_S, Counters, Facts, TierBlocks
@@ -27,138 +29,25 @@ FACTS = tuple(one.name for one in fields(Facts))
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A counter: `rows` has the key of a total for each tuple of label values. `in_blocks`: that counts blocks,
-    and the series bytes."""
+    """A metric. Of a counter, `rows` has the key of a total for each tuple of label values. `in_blocks`: that counts
+    blocks, and the series bytes."""
 
     about: str
-    labels: tuple[str, ...]
-    rows: Mapping[tuple[str, ...], str]
-    in_blocks: tuple[str, ...] = ()
+    labels: Sequence[str]
+    rows: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    in_blocks: Sequence[str] = ()
 
 
-COUNTED: dict[str, Family] = {
-    "kvbm_transfer_bytes": Family(
-        "bytes of blocks that were copied from one tier to another and registered there, or passed to the engine",
-        ("source", "target"),
-        {
-            ("device", "host"): "offload_bytes",
-            ("host", "device"): "onboard_bytes",
-            ("host", "disk"): "disk_offload_bytes",
-            ("disk", "host"): "disk_fetched_blocks",
-            ("host", "object"): "shared_offload_bytes",
-            ("object", "host"): "shared_fetched_blocks",
-        },
-        in_blocks=("disk_fetched_blocks", "shared_fetched_blocks"),
-    ),
-    "kvbm_transfer_failures": Family(
-        "blocks whose transfer failed, by `reason`: `copy`, `io`, `checksum`, `absent` (the object no longer exists), "
-        "or `late` (the engine computed them instead)",
-        ("source", "target", "reason"),
-        {
-            ("device", "host", "copy"): "offload_failed_blocks",
-            ("host", "device", "copy"): "onboard_copy_failed_blocks",
-            ("host", "disk", "io"): "disk_write_failed_blocks",
-            ("disk", "host", "io"): "disk_read_failed_blocks",
-            ("disk", "host", "checksum"): "disk_damaged_blocks",
-            ("disk", "host", "late"): "disk_late_blocks",
-            ("host", "object", "io"): "shared_write_failed_blocks",
-            ("object", "host", "io"): "shared_read_failed_blocks",
-            ("object", "host", "checksum"): "shared_damaged_blocks",
-            ("object", "host", "absent"): "shared_absent_blocks",
-            ("object", "host", "late"): "shared_late_blocks",
-        },
-    ),
-    "kvbm_prompt_tokens": Family(
-        "prompt tokens of completed requests by `source` of their KV; `computed`: the engine computed it",
-        ("source",),
-        {
-            ("device",): "prompt_device_tokens",
-            ("host",): "prompt_host_tokens",
-            ("disk",): "prompt_disk_tokens",
-            ("object",): "prompt_shared_tokens",
-            ("computed",): "prompt_computed_tokens",
-        },
-    ),
-    "kvbm_aborted_prompt_tokens": Family(
-        "prompt tokens of requests that were aborted or failed; in no other series", (), {(): "prompt_aborted_tokens"}
-    ),
-    "kvbm_saved_prefill_seconds": Family(
-        "time that computing the loaded prompt tokens would have taken at the engine's measured rate, without the time "
-        "of loading them",
-        (),
-        {(): "saved_prefill_s"},
-    ),
-    "kvbm_matches": Family(
-        "requests that looked up blocks, at their end, by `result`: the blocks that were not on the device were loaded "
-        "all (`hit`), in part (`partial`), or not at all (`miss`)",
-        ("result",),
-        {("hit",): "matches_whole", ("partial",): "matches_partial", ("miss",): "matches_none"},
-    ),
-    "kvbm_evictions": Family(
-        "blocks that left a tier, by `reason`: `capacity` (for newer ones), `reset` (all were dropped), or `damaged`",
-        ("tier", "reason"),
-        {
-            ("host", "capacity"): "evicted_blocks",
-            ("host", "reset"): "host_reset_blocks",
-            ("disk", "capacity"): "disk_evicted_blocks",
-            ("disk", "reset"): "disk_reset_blocks",
-            ("disk", "damaged"): "disk_damaged_blocks",
-        },
-    ),
-    "kvbm_admissions": Family(
-        "blocks that a tier admitted or rejected, by `reason`: `policy` (as the profile says), `room` (none was left), "
-        "or `evicted` (they left host memory before they were written)",
-        ("tier", "decision", "reason"),
-        {
-            ("host", "admitted", "policy"): "offload_blocks",
-            ("host", "rejected", "policy"): "offload_declined_blocks",
-            ("host", "rejected", "room"): "offload_skipped_blocks",
-            ("disk", "admitted", "policy"): "disk_admitted_blocks",
-            ("disk", "rejected", "policy"): "disk_filter_rejected_blocks",
-            ("disk", "rejected", "evicted"): "disk_dropped_blocks",
-            ("object", "admitted", "policy"): "shared_admitted_blocks",
-            ("object", "rejected", "policy"): "shared_rejected_blocks",
-            ("object", "rejected", "evicted"): "shared_dropped_blocks",
-        },
-    ),
-    "kvbm_dropped_hints": Family(
-        "hints that had no effect, or less, by their `part`: `retain`, `session`, `prefetch`, or `all` of it; and by "
-        "`reason`: `invalid` (wrong words), `quota` (its tenant had what it may retain), `share` (it gave way to "
-        "another hint), or `late` (the blocks did not come back in time, or were in no tier)",
-        ("part", "reason"),
-        {
-            ("all", "invalid"): "invalid_hints",
-            ("retain", "quota"): "retain_quota_hints",
-            ("retain", "share"): "retain_share_hints",
-            ("session", "share"): "session_share_hints",
-            ("prefetch", "share"): "prefetch_share_hints",
-            ("prefetch", "late"): "prefetch_late_hints",
-        },
-    ),
-}
-TRANSFER_SECONDS = (
-    "kvbm_transfer_seconds",
-    "time from the order of a transfer to the engine step that sees its end, if it moved a block",
-)
-MATCH_SECONDS = ("kvbm_match_seconds", "time of one lookup of a request's blocks in all tiers")
-USED_BYTES = ("kvbm_tier_used_bytes", "bytes of a tier that hold blocks, or that blocks are on the way to")
-CAPACITY_BYTES = ("kvbm_tier_capacity_bytes", "bytes of blocks that fit into a tier")
-QUEUE_DEPTH = ("kvbm_queue_blocks", "blocks that wait for a transfer or move, by `queue`")
-QUEUE_AGE = ("kvbm_queue_oldest_seconds", "how long the oldest transfer of a queue has been waiting or moving")
-STARTUP = (
-    "kvbm_startup_seconds",
-    "time of a `phase` of the start: `memory` (allocate host memory, the slowest rank), `map`, `tiers` (open disk and "
-    "object store), `blocks` (register those of an earlier engine), `identity` (read the model's files, meanwhile)",
-)
-HIT_RATE_AT = (
-    "kvbm_hit_rate_at",
-    "hit rate that host memory of another size (`capacity`, as a multiple of its own) or with another eviction would "
-    "have for the last requests, if each block were offered to it; with `metrics.capacities`",
-)
-INFO = ("kvbm_info", "1, with what an engine is as labels")
-INFO_LABELS = ("version", "engine_name", "engine_version", "model", "dtype", "block_tokens", "ranks", "to_host")
-GAUGES = (USED_BYTES, CAPACITY_BYTES, QUEUE_DEPTH, QUEUE_AGE, STARTUP, HIT_RATE_AT, INFO)
-HISTOGRAMS = (TRANSFER_SECONDS, MATCH_SECONDS)
+def _families(kind: str) -> dict[str, Family]:
+    """Read series.json. A row there has the values of the labels, and then the key of the total."""
+    families: dict[str, Any] = json.loads(Path(__file__).with_name("series.json").read_bytes())[kind]
+    return {
+        name: Family(**{**family, "rows": {tuple(values): total for *values, total in family.get("rows", ())}})
+        for name, family in families.items()
+    }
+
+
+COUNTED, GAUGES, HISTOGRAMS = map(_families, ("counters", "gauges", "histograms"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +133,18 @@ def _counter(name: str, family: Family, reports: Mapping[str, EngineReport]) -> 
 def _histograms(reports: Mapping[str, EngineReport]) -> Iterator[Metric]:
     from prometheus_client.core import HistogramMetricFamily
 
-    transfers = HistogramMetricFamily(*TRANSFER_SECONDS, labels=["source", "target", ENGINE])
-    matches = HistogramMetricFamily(*MATCH_SECONDS, labels=[ENGINE])
+    found = {
+        name: HistogramMetricFamily(name, family.about, labels=[*family.labels, ENGINE])
+        for name, family in HISTOGRAMS.items()
+    }
     for engine, report in reports.items():
         for name, (*counts, sum_s) in report.durations.items():
             if name == "match":
-                matches.add_metric([engine], _cumulated(MATCH_BOUNDS_S, counts), sum_s)
-            elif report.tiers.issuperset(name.split("-")):
-                transfers.add_metric([*name.split("-"), engine], _cumulated(TRANSFER_BOUNDS_S, counts), sum_s)
-    yield transfers
-    yield matches
+                found["kvbm_match_seconds"].add_metric([engine], _cumulated(MATCH_BOUNDS_S, counts), sum_s)
+            elif report.tiers.issuperset(pair := name.split("-")):
+                buckets = _cumulated(TRANSFER_BOUNDS_S, counts)
+                found["kvbm_transfer_seconds"].add_metric([*pair, engine], buckets, sum_s)
+    yield from found.values()
 
 
 def _cumulated(bounds_s: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
@@ -267,25 +158,23 @@ def _cumulated(bounds_s: Sequence[float], counts: Sequence[float]) -> list[tuple
 def _gauges(reports: Mapping[str, EngineReport]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily
 
-    used = GaugeMetricFamily(*USED_BYTES, labels=["tier", ENGINE])
-    capacity = GaugeMetricFamily(*CAPACITY_BYTES, labels=["tier", ENGINE])
-    depth = GaugeMetricFamily(*QUEUE_DEPTH, labels=["queue", ENGINE])
-    age = GaugeMetricFamily(*QUEUE_AGE, labels=["queue", ENGINE])
-    startup = GaugeMetricFamily(*STARTUP, labels=["phase", ENGINE])
-    rate_at = GaugeMetricFamily(*HIT_RATE_AT, labels=["capacity", "eviction", ENGINE])
-    info = GaugeMetricFamily(*INFO, labels=[*INFO_LABELS, ENGINE])
+    found = {
+        name: GaugeMetricFamily(name, family.about, labels=[*family.labels, ENGINE]) for name, family in GAUGES.items()
+    }
     for engine, report in reports.items():
         for tier, states in report.blocks.items():
             total = sum(states.values())
-            used.add_metric([NAMES[tier], engine], (total - states["free"]) * report.facts.block_bytes)
-            capacity.add_metric([NAMES[tier], engine], total * report.facts.block_bytes)
+            used_bytes = (total - states["free"]) * report.facts.block_bytes
+            found["kvbm_tier_used_bytes"].add_metric([NAMES[tier], engine], used_bytes)
+            found["kvbm_tier_capacity_bytes"].add_metric([NAMES[tier], engine], total * report.facts.block_bytes)
         for queue, (blocks, seconds) in report.queues.items():
-            depth.add_metric([queue, engine], blocks)
-            age.add_metric([queue, engine], seconds)
+            found["kvbm_queue_blocks"].add_metric([queue, engine], blocks)
+            found["kvbm_queue_oldest_seconds"].add_metric([queue, engine], seconds)
         for phase, seconds in report.facts.startup_s.items():
-            startup.add_metric([phase, engine], seconds)
+            found["kvbm_startup_seconds"].add_metric([phase, engine], seconds)
         for (eviction, size), rate in report.hit_rates_at.items():
-            rate_at.add_metric([f"{size:g}", eviction, engine], rate)
+            found["kvbm_hit_rate_at"].add_metric([f"{size:g}", eviction, engine], rate)
         known = {"version": kvbm_version(), **report.facts.info}
-        info.add_metric([*(known.get(name, "") for name in INFO_LABELS), engine], 1)
-    yield from (used, capacity, depth, age, startup, rate_at, info)
+        values = [known.get(name, "") for name in GAUGES["kvbm_info"].labels]
+        found["kvbm_info"].add_metric([*values, engine], 1)
+    yield from found.values()

@@ -125,23 +125,14 @@ def sizing_of(device: Device, tiers: Tiers, *, keeps_host_memory: bool = False) 
     slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in parts]
     stored_bytes = max(slots) * len(slots)
     host = tiers.memory_below_engine(stored_bytes) if keeps_host_memory else tiers.host_memory()
-    buffer_blocks = 0
-    if tiers.are_below_engine:
-        buffer_blocks = tiers.model_copy(update={"host": None}).memory_below_engine(stored_bytes).blocks or 0
-    host_blocks = host.blocks or (host.capacity_bytes or 0) // stored_bytes
-    if host_blocks == 0:
-        required = exact_size(stored_bytes)
-        raise ProfileError(
-            f"host memory of {exact_size(host.capacity_bytes or 0)} is too small: one block requires {required}",
-            hint="raise `tiers.host.capacity`",
-        )
+    buffer_blocks = tiers.buffer_blocks(stored_bytes) if tiers.are_below_engine else 0
     return Sizing(
         block_bytes=max(device.rank_block_bytes),
         block_tokens=device.block_tokens,
         rank_count=len(device.rank_block_bytes),
         device=_device_tier(device),
-        host=_tier(Tier.HOST, host_blocks, host_blocks * sum(slots), device, host),
-        disk=None if tiers.disk is None else _disk_tier(device, sum(slots), tiers.disk),
+        host=_tier(Tier.HOST, device, host, sum(slots), required_bytes=stored_bytes),
+        disk=None if tiers.disk is None else _tier(Tier.DISK, device, tiers.disk, sum(slots)),
         stored_bytes=stored_bytes,
         token_bytes=device.token_bytes,
         sequence_tokens=device.sequence_tokens,
@@ -154,26 +145,28 @@ def sizing_of(device: Device, tiers: Tiers, *, keeps_host_memory: bool = False) 
     )
 
 
-def _disk_tier(device: Device, slot_bytes: int, disk: DiskTierSection) -> TierSize:
-    blocks = disk.blocks or (disk.capacity_bytes or 0) // slot_bytes
-    if blocks == 0:
-        required = exact_size(slot_bytes)
-        raise ProfileError(
-            f"a disk tier of {exact_size(disk.capacity_bytes or 0)} is too small: one block requires {required}",
-            hint="raise `tiers.disk.capacity`",
-        )
-    return _tier(Tier.DISK, blocks, blocks * slot_bytes, device, disk)
-
-
-_NAMES = {Tier.HOST: "tiers.host", Tier.DISK: "tiers.disk"}
+_NAMES = {Tier.HOST: ("host memory", "tiers.host"), Tier.DISK: ("a disk tier", "tiers.disk")}
 
 
 def _tier(
-    tier: Tier, blocks: int, total_bytes: int, device: Device, section: HostTierSection | DiskTierSection
+    tier: Tier,
+    device: Device,
+    section: HostTierSection | DiskTierSection,
+    slot_bytes: int,
+    *,
+    required_bytes: int | None = None,
 ) -> TierSize:
-    set_by = f"{_NAMES[tier]}.{'blocks' if section.blocks else 'capacity'}"
+    """Return the size of a tier whose blocks have `slot_bytes` and, by default, take as much of its capacity."""
+    name, key = _NAMES[tier]
+    required_bytes = required_bytes or slot_bytes
+    blocks = section.blocks or (section.capacity_bytes or 0) // required_bytes
+    if blocks == 0:
+        size, required = exact_size(section.capacity_bytes or 0), exact_size(required_bytes)
+        message = f"{name} of {size} is too small: one block requires {required}"
+        raise ProfileError(message, hint=f"raise `{key}.capacity`")
+    set_by = f"{key}.{'blocks' if section.blocks else 'capacity'}"
     sequences = _sequences(blocks, device.stored_sequence_blocks or device.sequence_blocks)
-    return TierSize(tier, blocks, device.stored_tokens(blocks), total_bytes, set_by, sequences)
+    return TierSize(tier, blocks, device.stored_tokens(blocks), blocks * slot_bytes, set_by, sequences)
 
 
 def _sequences(blocks: int, sequence_blocks: int) -> int | None:

@@ -117,6 +117,14 @@ class HostTier:
         self._counters.eviction_order, self._counters.eviction_gain_percent = policy.choice()
         return arrival
 
+    def unwritten_blocks(self, end: int) -> Collection[bytes] | None:
+        """Return which blocks a chain of `end` blocks must not evict, see HostListener. None if no tier has to write
+        them."""
+        for listener in self.listeners:
+            if (unwritten := listener.unwritten_blocks(end)) is not None:
+                return unwritten
+        return None
+
     def next_generation(self) -> int:
         """Return a number that no transfer has had."""
         self._generation += 1
@@ -180,7 +188,7 @@ class HostTier:
         if self.has_marks and not self.store.policy.knows_uses:
             for slot, mark in zip(slots, marks or PLAIN_MARK * len(slots), strict=True):
                 self._marks[slot] = mark
-        return proven.stage(hashes).register(marks)
+        return proven.register(hashes, marks)
 
     def marks_of(self, slots: Sequence[int]) -> bytes:
         """Return the mark of the block in each slot; empty if no tier's policy knows uses."""

@@ -42,6 +42,7 @@ from kvbm_cli.terminal.console import print_note
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Profile
 
 RECORDING = "recording"
 BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
@@ -374,8 +375,13 @@ def profiles_of(comparison: Comparison) -> list[ResolvedProfile]:
 
 def _on_free_port(resolved: ResolvedProfile) -> ResolvedProfile:
     """Return the profile with a free port for its server, as each arm has it."""
-    server = resolved.profile.server.model_copy(update={"port": 0})
-    return replace(resolved, profile=resolved.profile.model_copy(update={"server": server}))
+    return replace(resolved, profile=with_values(resolved.profile, "server", port=0))
+
+
+def with_values(profile: Profile, section: str, **values: object) -> Profile:
+    """Return the profile with other values of keys in a section. They are not checked."""
+    changed = getattr(profile, section).model_copy(update=values)
+    return profile.model_copy(update={section: changed})
 
 
 def base_url_of(url: str) -> str:

@@ -9,7 +9,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,19 +17,18 @@ from kvbm.engines.table import engine_version, make_model
 from kvbm.errors import KvbmError, UsageError
 from kvbm.text.outside import shown, without_secret_values, without_secrets
 from kvbm_cli.bench.arms import Comparison, comparison_of, lacking_here, profiles_of, require_startable
-from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
+from kvbm_cli.bench.cells import Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.bench_serve import BENCH_SERVE, bench_serve_result
 from kvbm_cli.bench.exports.lmbenchmark import csv_files_of
 from kvbm_cli.bench.exports.replay import replay_lines
 from kvbm_cli.bench.find_limit import find_limits, require_searchable, show_limits
-from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.limit import Condition, parse_conditions
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.cost import read_prices
-from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, cannot_write
+from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, writing
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import (
     ASSUMED_G1_TOKENS,
@@ -41,7 +39,6 @@ from kvbm_cli.bench.setup import (
     planned_runs,
     show_plan,
 )
-from kvbm_cli.bench.show.limit_page import build_limit_report
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
@@ -51,7 +48,7 @@ from kvbm_cli.bench.workload.schema import Workload
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.filesystem import write_atomically, write_new
 from kvbm_cli.system.machine import machine, versions
-from kvbm_cli.terminal.console import print_data, print_json, print_note
+from kvbm_cli.terminal.console import print_json, print_note
 from kvbm_cli.terminal.show_error import show_warning
 
 INTERRUPTED_EXIT_CODE = 130
@@ -152,7 +149,7 @@ def setup_of(request: BenchRequest) -> tuple[Setup, int, list[str]]:
         notes.append(f"the plan assumes that G1 holds {g1_tokens:,} tokens; the first engine reports it when it starts")
     elif scales and g1_tokens is None and pressures.is_auto:
         print_note("the engine does not report the size of G1, so the workload keeps its own size")
-    return _setup(comparison, cells_of(workloads, pressures, g1_tokens)), int(is_assumed), notes
+    return Setup(comparison, cells_of(workloads, pressures, g1_tokens)), int(is_assumed), notes
 
 
 def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
@@ -174,20 +171,12 @@ def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
         sizing = size_if_known(arm.resolved)
         if sizing is not None and sizing.device is not None:
             return sizing.device.token_count
-    elif not must_know:
-        return ArmEngines(comparison).open_url(arm).control().g1_tokens()
-    if not must_know:
-        return None
-    print_note(f"starting {arm.name} to read the size of its G1")
+        if not must_know:
+            return None
+        print_note(f"starting {arm.name} to read the size of its G1")
     engines = ArmEngines(comparison)
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as log, engines(arm.name, Path(log), None) as engine:
         return engine.control().g1_tokens()
-
-
-def _setup(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:
-    reference = comparison.references[0].name if comparison.references else comparison.measured.name
-    tight = partial(is_cell_tight, measured=comparison.measured.name, reference=reference)
-    return Setup(comparison, cells, cells[0].workload.seed, tight)
 
 
 def measure(
@@ -206,33 +195,28 @@ def measure(
     `words` are the command line. `engines` and `limits` are for tests. `show_result` prints the summary instead.
     """
     surroundings = {"command": list(words), **_surroundings(setup.comparison), "prices": prices}
-    with _interruptible():
+
+    def note_end(reason: str) -> None:
+        with contextlib.suppress(OSError):  # the command ends as it would on a disk that is not full
+            directory.write_json(SUMMARY, interrupted_summary(reason, surroundings))
+
+    with _interruptible(), contextlib.closing(directory):
         try:
-            with BenchProgress() as progress:
+            with BenchProgress() as progress, writing(directory.path):
                 run_experiment(setup, engines or ArmEngines(setup.comparison), directory, progress)
             results = Results.read(directory)
-            summary = summarise(
-                results,
-                surroundings=surroundings,
-                caveats=caveats_of(setup),
-                limits=limits or DEFAULT_LIMITS,
-            )
+            caveats = caveats_of(setup)
+            summary = summarise(results, surroundings=surroundings, caveats=caveats, limits=limits or DEFAULT_LIMITS)
         except KeyboardInterrupt:
-            with contextlib.suppress(OSError):  # Ctrl-C ends the command on a full disk, too
-                directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
+            note_end("interrupted")
             again = shlex.join([*words, "--resume", str(directory.path)])
             print_note(f"interrupted; this command continues: {again}")
             return INTERRUPTED_EXIT_CODE
-        except (KvbmError, OSError) as error:
-            problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)
-            if not isinstance(problem, UsageError):  # wrong options leave the files of an earlier run as they are
-                with contextlib.suppress(OSError):
-                    directory.write_json(SUMMARY, interrupted_summary(problem.message, surroundings))
-            if problem is error:
-                raise
-            raise problem from None
-        finally:
-            directory.close()
+        except UsageError:  # wrong options leave the files of an earlier run as they are
+            raise
+        except KvbmError as error:
+            note_end(error.message)
+            raise
     try:
         write_results(directory, results, summary)
     finally:  # the result of minutes of measuring is printed even if it cannot be written
@@ -252,25 +236,20 @@ def search(
     words: Sequence[str] = (),
     engines: OpenArm | None = None,
 ) -> int:
-    """Find the limit of every arm; write limit.json and report.html, and print it.
+    """Find the limit of every arm; write limit.json and print it.
 
     `words` and `engines`: see `measure`.
     """
     with _interruptible(), contextlib.closing(directory):
         try:
-            with BenchProgress() as progress:
+            with BenchProgress() as progress, writing(directory.path):
                 found = find_limits(setup, conditions, engines or ArmEngines(setup.comparison), directory, progress)
         except KeyboardInterrupt:
             print_note(f"interrupted; the probes that have ended are in {directory.path}")
             return INTERRUPTED_EXIT_CODE
-        except OSError as error:
-            raise cannot_write(directory.path, error) from None
-        surroundings = {"command": list(words), **_surroundings(setup.comparison)}
         try:
-            directory.write_json(LIMIT, {**found.to_json(), **surroundings})
-            build_limit_report(directory.path)
-        except OSError as error:
-            raise cannot_write(directory.path, error) from None
+            with writing(directory.path):
+                directory.write_json(LIMIT, {**found, "command": list(words), **_surroundings(setup.comparison)})
         finally:
             show_limits(found, directory.path, as_json=as_json)
     return 0
@@ -278,12 +257,10 @@ def search(
 
 def write_results(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> None:
     """Write summary.json, the files for other tools, and report.html."""
-    try:
+    with writing(directory.path):
         directory.write_json(SUMMARY, summary)
         write_exports(directory.path, results)
         build_report(directory, results, summary)
-    except OSError as error:
-        raise cannot_write(directory.path, error) from None
 
 
 def report(path: Path, *, as_json: bool, replay: Path | None = None) -> int:
@@ -312,13 +289,11 @@ def report(path: Path, *, as_json: bool, replay: Path | None = None) -> int:
 
 
 def report_limit(directory: BenchDirectory, *, as_json: bool) -> int:
-    """`kvbm bench report DIR` of a search: write report.html again."""
-    found = directory.read_json(LIMIT)
-    page = build_limit_report(directory.path)
-    if as_json:
-        print_json(found)
-    else:
-        print_data("\n".join([*(one["sentence"] for one in found["ratios"]), f"report: {page}"]))
+    """`kvbm bench report DIR` of a search: print its result again."""
+    try:
+        show_limits(directory.read_json(LIMIT), directory.path, as_json=as_json)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{directory.path} has no result of `--find-limit` that can be read: {error!r}") from None
     return 0
 
 
@@ -384,10 +359,8 @@ def _write_files(exports: Path, result: ArmResult) -> list[Path]:
         BENCH_SERVE: json.dumps(bench_serve_result(result), allow_nan=False) + "\n",
         **csv_files_of(result),
     }
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             write_atomically(folder / name, text)
-    except OSError as error:
-        raise cannot_write(folder, error) from None
     return [folder / name for name in texts]

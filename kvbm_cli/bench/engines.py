@@ -24,7 +24,7 @@ from kvbm.host.directories import make_private_directories
 from kvbm.host.machine_memory import margin_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.tiers.shared.settings import directory_of
-from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
+from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of, with_values
 from kvbm_cli.bench.load.control import Control, api_key, served_model
 from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.workload.script import Tokenize
@@ -125,48 +125,39 @@ class ArmEngines:
     def __call__(self, arm: str, log: Path, room: NeededRoom | None) -> AbstractContextManager[RunningEngine]:
         found = self._arm(arm)
         if found.url is not None:
-            return nullcontext(self.open_url(found))
-        return self._claimed(found, arm, log, room)
+            return nullcontext(running_server(found.url, self._comparison.ca_file))
+        return self._started(found, arm, log, room)
 
     @contextmanager
-    def _claimed(self, found: Arm, arm: str, log: Path, room: NeededRoom | None) -> Iterator[RunningEngine]:
+    def _started(self, found: Arm, arm: str, log: Path, room: NeededRoom | None) -> Iterator[RunningEngine]:
         """Start an engine. No other start takes its memory until it is healthy, or has failed."""
         assert found.resolved is not None
         with claiming():
             resolved = with_capacities(found.resolved) if found.has_kvbm else found.resolved
             claim = make(_claim_of(resolved, has_kvbm=found.has_kvbm))
+        own = profile = resolved.profile
+        reports_g1 = False
         with ExitStack() as stack:
             try:
-                engine = stack.enter_context(self._launched(found, resolved.profile, arm, log, room))
+                if found is not self._comparison.measured:  # arms of several profiles may run at the same time
+                    own = profile = with_values(own, "metrics", port=0)
+                if found.kind == "floor" and room is not None:
+                    sizing = size_if_known(found.resolved)
+                    known = None if sizing is None else sizing.device
+                    own_tokens = self._reported_tokens if known is None else known.token_count
+                    reports_g1 = arm == RECORDING and own_tokens is None
+                    profile = own if reports_g1 else with_room(own, room, sizing=sizing, own_tokens=own_tokens)
+                engine = stack.enter_context(launched(profile, log, has_kvbm=found.has_kvbm))
+            except EngineError as error:
+                if profile is own:
+                    raise
+                raise NoRoomInG1(error.message, hint=error.hint) from error
             finally:
                 if claim is not None:
                     release(claim)
+            if reports_g1:
+                self._reported_tokens = engine.control().g1_tokens()
             yield engine
-
-    def _launched(
-        self, found: Arm, profile: Profile, arm: str, log: Path, room: NeededRoom | None
-    ) -> AbstractContextManager[RunningEngine]:
-        assert found.resolved is not None
-        if found is not self._comparison.measured:
-            profile = with_free_metrics_port(profile)
-        if found.kind == "floor" and room is not None:
-            sizing = size_if_known(found.resolved)
-            own = self._reported_tokens if sizing is None or sizing.device is None else sizing.device.token_count
-            if arm == RECORDING and own is None:
-                return self._reporting(profile, log)
-            roomy = with_room(profile, room, sizing=sizing, own_tokens=own)
-            return launched(profile, log, has_kvbm=False) if roomy is profile else _enlarged(roomy, log)
-        return launched(profile, log, has_kvbm=found.has_kvbm)
-
-    @contextmanager
-    def _reporting(self, profile: Profile, log: Path) -> Iterator[RunningEngine]:
-        with launched(profile, log, has_kvbm=False) as engine:
-            self._reported_tokens = engine.control().g1_tokens()
-            yield engine
-
-    def open_url(self, arm: Arm) -> RunningEngine:
-        assert arm.url is not None
-        return running_server(arm.url, self._comparison.ca_file)
 
     def _arm(self, name: str) -> Arm:
         """Return an arm. The recording runs on the floor's engine, or else on the engine of the profile without kvbm,
@@ -191,18 +182,8 @@ def _claim_of(resolved: ResolvedProfile, *, has_kvbm: bool) -> MemoryClaim:
 
 
 @contextmanager
-def _enlarged(profile: Profile, log: Path) -> Iterator[RunningEngine]:
-    with ExitStack() as stack:
-        try:
-            engine = stack.enter_context(launched(profile, log, has_kvbm=False))
-        except EngineError as error:
-            raise NoRoomInG1(error.message, hint=error.hint) from error
-        yield engine
-
-
-@contextmanager
 def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
-    profile = on_loopback(profile)
+    profile = with_values(profile, "server", host=LOOPBACK)  # only this command uses it; it may have debug endpoints
     if not has_kvbm or profile.tiers.shared is None:
         with (
             fresh_disk(profile) if has_kvbm else nullcontext(profile) as own,
@@ -228,7 +209,8 @@ def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[Ru
     kind = kind_of(profile)
     traits = kind.traits
     if has_kvbm and (profile.tiers.are_below_engine or not traits.has_kvbm_metrics):
-        profile = with_metrics_server(profile)
+        metrics_port = choose_port(profile.metrics.host or profile.server.host, 0)
+        profile = with_values(profile, "metrics", serve=True, port=metrics_port)
     port = choose_port(profile.server.host, 0)
     plan = kind.launch_plan(profile, connector=has_kvbm, port=port).placed(log_path.parent.absolute())
     plan = replace(plan, environment={**plan.environment, **traits.variables})
@@ -277,7 +259,7 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
             hint = "remove caches with `kvbm cache purge`, or set `tiers.disk.directory`"
             raise EnvironmentProblem(f"{parent} has no space to spare for the disk tier of a benchmark", hint=hint)
         fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
-        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
+        yield with_values(profile, "tiers", disk=fresh)
     finally:
         remove_tree(Path(directory))
 
@@ -293,9 +275,8 @@ def fresh_shared(profile: Profile) -> Iterator[Profile]:
     if directory is not None:
         with suppress(FileExistsError):
             directory.parent.mkdir(mode=0o700)
-    fresh = shared.model_copy(update={"url": url})
     try:
-        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"shared": fresh})})
+        yield with_values(profile, "tiers", shared=shared.model_copy(update={"url": url}))
     finally:
         if directory is not None:
             remove_tree(directory)
@@ -316,17 +297,6 @@ def delete_objects(url: str) -> None:
         print_note(f"the objects of this run remain in {url}: {problem.message}")
 
 
-def with_free_metrics_port(profile: Profile) -> Profile:
-    """Return the same profile with any free port for its metrics: arms of several profiles may run at the same time."""
-    return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
-
-
-def with_metrics_server(profile: Profile) -> Profile:
-    """Return the same profile, with the metrics of kvbm on a port of their own that is free."""
-    port = choose_port(profile.metrics.host or profile.server.host, 0)
-    return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"serve": True, "port": port})})
-
-
 def with_room(
     profile: Profile, room: NeededRoom, *, sizing: Sizing | None = None, own_tokens: int | None = None
 ) -> Profile:
@@ -344,10 +314,3 @@ def with_room(
     longest = count_of(getattr(arguments, arguments.LENGTH)) or (0 if sizing is None else sizing.sequence_tokens)
     needed = max(needed, math.ceil(longest / tokens_of_block) + SPARE_BLOCKS)
     return kind.with_device_blocks(profile, needed * (1 if sizing is None else sizing.group_count))
-
-
-def on_loopback(profile: Profile) -> Profile:
-    """Return the same profile on a loopback address: only this command uses the engine, which may have debug
-    endpoints."""
-    server = profile.server.model_copy(update={"host": LOOPBACK})
-    return profile.model_copy(update={"server": server})

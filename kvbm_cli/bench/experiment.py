@@ -54,25 +54,9 @@ class ExperimentProgress(Protocol):
 
 def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:
     """Run all arms of all cells that have not run yet. EngineError if an engine does not start."""
-    prepare(setup, engines, directory, progress).run()
-
-
-def prepare(
-    setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress
-) -> PreparedExperiment:
-    """Write plan.json and the plans of all cells, where they are not there. EngineError as `run_experiment`."""
-    directory.lock()
-    plan = setup.to_json()
-    if (directory.path / PLAN).exists():
-        _require_same(directory.read_json(PLAN), plan, directory)
-    else:
-        directory.write_json(PLAN, plan)
-    left_out = {line["run"] for line in directory.lines(LEFT_OUT)}
-    groups = [_runs_of(cell, group).values() for cell in setup.cells for group in setup.groups(cell)]
-    done = left_out | directory.forget_unfinished([set(group) - left_out for group in groups])
-    experiment = PreparedExperiment(setup, engines, directory, progress, done)
+    experiment = Experiment(setup, engines, directory, progress)
     experiment.prepare()
-    return experiment
+    experiment.run()
 
 
 def _runs_of(cell: Cell, group: ArmGroup) -> dict[str, str]:
@@ -102,18 +86,27 @@ class _Measurements:
     place: str
 
 
-class PreparedExperiment:
-    """Prepared and run by the functions above."""
+class Experiment:
+    """The files of an experiment, and the engines that make them. `prepare` precedes `run`."""
 
-    def __init__(
-        self, setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress, done: set[str]
-    ) -> None:
+    def __init__(self, setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:
         self._setup, self._engines, self._directory, self._progress = setup, engines, directory, progress
-        self._done = done
+        self._done: set[str] = set()  # runs that have ended or were left out
         self._no_room: tuple[int, NoRoomInG1] | None = None  # tokens that do not fit into G1, and the reason
 
     def prepare(self) -> None:
-        self._prepare([cell for cell in self._setup.cells if not self._is_planned(cell)])
+        """Write plan.json and the plans of all cells, where they are not there. EngineError as `run_experiment`."""
+        directory, setup = self._directory, self._setup
+        directory.lock()
+        plan = setup.to_json()
+        if directory.has(PLAN):
+            _require_same(directory.read_json(PLAN), plan, directory)
+        else:
+            directory.write_json(PLAN, plan)
+        left_out = {line["run"] for line in directory.lines(LEFT_OUT)}
+        groups = [_runs_of(cell, group).values() for cell in setup.cells for group in setup.groups(cell)]
+        self._done = left_out | directory.forget_unfinished([set(group) - left_out for group in groups])
+        self._prepare([cell for cell in setup.cells if not self._is_planned(cell)])
 
     def run(self) -> None:
         for cell in self._setup.cells:

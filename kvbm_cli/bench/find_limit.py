@@ -3,8 +3,7 @@
 One engine after the other gets the requests of one plan at different rates (`judge/limit.py` chooses them).
 
 A probe empties the cache and sends all requests of the plan at one rate. A rate that does not hold at once is probed
-again. probes.jsonl has every probe, requests.jsonl every request, limit.json the limits of all arms, which report.html
-shows.
+again. probes.jsonl has every probe, requests.jsonl every request, limit.json the limits of all arms.
 """
 
 from __future__ import annotations
@@ -12,25 +11,23 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import Arm
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, OpenArm
-from kvbm_cli.bench.experiment import ExperimentProgress, prepare
+from kvbm_cli.bench.experiment import Experiment, ExperimentProgress
 from kvbm_cli.bench.judge.limit import (
     Bounds,
     Condition,
     LimitOutcome,
-    Ratio,
     find_limit,
     outcome_of,
     ratio_of,
-    shown_limit,
 )
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS
 from kvbm_cli.bench.load.drive import drive
@@ -39,7 +36,6 @@ from kvbm_cli.bench.preparation import warm_up
 from kvbm_cli.bench.result.directory import PROBES, REQUESTS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.result.results import RequestRecord, percentile
 from kvbm_cli.bench.setup import Setup
-from kvbm_cli.bench.show.page import FILE_NAME
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.terminal.console import print_data, print_json, table
 
@@ -78,68 +74,48 @@ class ArmLimit:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class FoundLimits:
-    conditions: tuple[Condition, ...]
-    workload: str
-    requests: int
-    arms: tuple[ArmLimit, ...]
-    measured: str
+def result_of(
+    conditions: Sequence[Condition], workload: str, request_count: int, arms: Sequence[ArmLimit], measured: str
+) -> dict[str, Any]:
+    """Return the content of limit.json: the limit of every arm, ratios of the measured arm to the others, and notes on
+    what makes a limit doubtful. `request_count` requests are a probe."""
+    limits = [str(one) for one in conditions]
+    (of_measured,) = (one for one in arms if one.arm == measured)
+    lengths_s = ((one.arm, request_count / one.bounds.low) for one in arms if one.bounds.is_known)
+    notes = [
+        f"a probe at the limit of {arm} takes {length_s:.0f} s, too short for a queue to grow: send more"
+        for arm, length_s in lengths_s
+        if length_s < SETTLED_S
+    ]
+    notes += [f"the limit of {one.arm} is doubtful: {one.doubt}" for one in arms if one.doubt is not None]
+    return {
+        "limits": limits,
+        "workload": workload,
+        "arms": [one.to_json() for one in arms],
+        "ratios": [_ratio(of_measured, one, ", ".join(limits)) for one in arms if one is not of_measured],
+        "notes": notes,
+    }
 
-    def ratio(self, reference: ArmLimit) -> Ratio | None:
-        is_known = self._measured.is_known and reference.is_known
-        return ratio_of(self._measured.bounds, reference.bounds) if is_known else None
 
-    @property
-    def references(self) -> list[ArmLimit]:
-        return [one for one in self.arms if one.arm != self.measured]
-
-    def sentence(self, reference: ArmLimit) -> str:
-        """Return how many times the users of `reference` the measured arm serves, or why that is not known."""
-        ratio = self.ratio(reference)
-        limits = ", ".join(map(str, self.conditions))
-        if ratio is None:
-            unknown = [one.arm for one in self.arms if one in (reference, self._measured) and not one.is_known]
-            return f"the limit of {' and '.join(unknown)} is not known, so there is no ratio under {limits}"
+def _ratio(measured: ArmLimit, reference: ArmLimit, limits: str) -> dict[str, Any]:
+    """Say how many times the users of `reference` the measured arm serves, or why that is not known."""
+    ratio = None
+    if unknown := [one.arm for one in (reference, measured) if not one.is_known]:
+        sentence = f"the limit of {' and '.join(unknown)} is not known, so there is no ratio under {limits}"
+    else:
+        ratio = ratio_of(measured.bounds, reference.bounds)
         between = f"({ratio.low:.2f} to {ratio.high:.2f})"
-        if not ratio.is_clear:
-            return f"{self.measured} and {reference.arm} serve equally many users under {limits}, or nearly {between}"
-        return f"{self.measured} serves {ratio.value:.2f} times the users of {reference.arm} under {limits} {between}"
-
-    @property
-    def _measured(self) -> ArmLimit:
-        return next(one for one in self.arms if one.arm == self.measured)
-
-    @property
-    def notes(self) -> list[str]:
-        """Return what makes a limit doubtful."""
-        lengths_s = [(one.arm, self.requests / one.bounds.low) for one in self.arms if one.bounds.is_known]
-        short = [
-            f"a probe at the limit of {arm} takes {length_s:.0f} s, too short for a queue to grow: send more"
-            for arm, length_s in lengths_s
-            if length_s < SETTLED_S
-        ]
-        return short + [
-            f"the limit of {one.arm} is doubtful: {one.doubt}" for one in self.arms if one.doubt is not None
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "limits": [str(one) for one in self.conditions],
-            "workload": self.workload,
-            "arms": [one.to_json() for one in self.arms],
-            "ratios": [
-                {
-                    "measured": self.measured,
-                    "reference": one.arm,
-                    "ratio": None if ratio is None else {"value": ratio.value, "low": ratio.low, "high": ratio.high},
-                    "sentence": self.sentence(one),
-                }
-                for one in self.references
-                for ratio in [self.ratio(one)]
-            ],
-            "notes": self.notes,
-        }
+        sentence = f"{measured.arm} and {reference.arm} serve equally many users under {limits}, or nearly {between}"
+        if ratio.is_clear:
+            sentence = (
+                f"{measured.arm} serves {ratio.value:.2f} times the users of {reference.arm} under {limits} {between}"
+            )
+    return {
+        "measured": measured.arm,
+        "reference": reference.arm,
+        "ratio": None if ratio is None else asdict(ratio),
+        "sentence": sentence,
+    }
 
 
 def find_limits(
@@ -148,18 +124,19 @@ def find_limits(
     engines: OpenArm,
     directory: BenchDirectory,
     progress: ExperimentProgress,
-) -> FoundLimits:
-    """EngineError if an engine does not start or cannot be emptied. UsageError as `require_searchable`."""
+) -> dict[str, Any]:
+    """Return the content of limit.json. EngineError if an engine does not start or cannot be emptied. UsageError as
+    `require_searchable`."""
     (cell,) = setup.cells
-    prepare(setup, engines, directory, progress)
+    Experiment(setup, engines, directory, progress).prepare()
     data = directory.read_json(cell_plan(cell.name))
     plan = Plan.from_json(data)
     require_probes(plan, conditions)
     if not data["can_reset"]:
         raise EngineError("a server cannot be emptied, and each probe needs an empty cache")
     arms = [arm for arm in setup.comparison.arms if arm.kind != "floor"]
-    found = tuple(_LimitSearch(arm, cell, plan, conditions, directory, progress).run(engines) for arm in arms)
-    return FoundLimits(conditions, cell.name, len(plan.requests), found, setup.comparison.measured.name)
+    found = [_LimitSearch(arm, cell, plan, conditions, directory, progress).run(engines) for arm in arms]
+    return result_of(conditions, cell.name, len(plan.requests), found, setup.comparison.measured.name)
 
 
 def require_searchable(setup: Setup) -> None:
@@ -292,16 +269,27 @@ class _LimitSearch:
             self._different += tuple(record.token_ids) != recorded.token_ids
 
 
-def show_limits(found: FoundLimits, directory: str | os.PathLike[str], *, as_json: bool) -> None:
-    if as_json:
-        print_json(found.to_json())
-        return
+def show_limits(found: Mapping[str, Any], directory: str | os.PathLike[str], *, as_json: bool) -> None:
+    """Print the content of limit.json. KeyError or TypeError if it is another one."""
     rows = [
-        (one.arm, shown_limit(one.bounds, one.doubt), str(one.probes), f"{one.different} of {one.compared}")
-        for one in found.arms
+        (one["arm"], shown_limit(one), f"{one['probes']}", "{different} of {compared}".format(**one["answers"]))
+        for one in found["arms"]
     ]
     lines = [table([("arm", "requests/s", "probes", "answers that differ"), *rows], right=(2, 3)), ""]
-    lines += [found.sentence(reference) for reference in found.references]
-    lines += [f"note: {note}" for note in found.notes]
-    path = os.fspath(directory)
-    print_data("\n".join([*lines, "", f"report: {os.path.join(path, FILE_NAME)}", f"every probe: {path}"]))
+    lines += [one["sentence"] for one in found["ratios"]]
+    lines += [f"note: {note}" for note in found["notes"]]
+    if as_json:
+        print_json(found)
+    else:
+        print_data("\n".join([*lines, "", f"every probe: {os.fspath(directory)}"]))
+
+
+def shown_limit(arm: Mapping[str, Any]) -> str:
+    """Format the limit of an arm in limit.json."""
+    low, high = arm["requests_per_s"]["low"], arm["requests_per_s"]["high"]
+    if high is None:
+        return f"{low:.3g} holds, none fails" if low else "none holds"
+    if not low:
+        return f"none holds, {high:.3g} fails"
+    why = "" if arm["is_known"] else ": doubtful" if arm["doubt"] else ": noise forbids an answer"
+    return f"{low:.3g} to {high:.3g}{why}"

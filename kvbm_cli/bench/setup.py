@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ def show_plan(setup: Setup, *, as_json: bool, first_starts: int = 0, notes: Sequ
     for cell in plan["cells"]:
         pressure = "" if cell["pressure"] is None else f", pressure {cell['pressure']:g}"
         print(f"\n{cell['name']}: {cell['workload']['kind']}{pressure}")
-        print(f"  requests       {_requests(cell)}")
+        print(f"  requests       {'' if cell['requests'] else 'at most '}{cell['most_requests']:,} per run")
         print(f"  working set    {_tokens(cell['working_set_tokens'])}; G1 holds {_tokens(cell['g1_tokens'])}")
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
         print(f"  duration       about {duration(cell['duration_s'])}")
@@ -95,6 +95,10 @@ def plan_of(setup: Setup, *, first_starts: int = 0, notes: Sequence[str] = ()) -
         described["duration_s"] = outline.duration_s * len(described["order"]) + speed.start_s * cell_starts
         duration_s += described["duration_s"] + outline.recording_s
         is_assumed |= outline.is_assumed
+    assumption = (
+        f"the duration assumes {speed.prompt_tokens:,.0f} prompt tokens per second; the preparation measures them, and "
+        "`--duration` limits a run"
+    )
     working_set = max((cell["working_set_tokens"] for cell in content["cells"]), default=0)
     memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
     groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
@@ -105,15 +109,8 @@ def plan_of(setup: Setup, *, first_starts: int = 0, notes: Sequence[str] = ()) -
         "starts": starts,
         "duration_s": duration_s,
         "memory_bytes_at_once": None if None in memory.values() else at_once,
-        "notes": [*notes, *([_assumption(speed)] if is_assumed else [])],
+        "notes": [*notes, *([assumption] if is_assumed else [])],
     }
-
-
-def _assumption(speed: AssumedSpeed) -> str:
-    return (
-        f"the duration assumes {speed.prompt_tokens:,.0f} prompt tokens per second; the preparation measures them, and "
-        "`--duration` limits a run"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +166,6 @@ def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
 
 def _memory(byte_count: int | None) -> str:
     return "memory unknown" if byte_count is None else f"{format_size(byte_count)} for the KV cache"
-
-
-def _requests(cell: dict[str, Any]) -> str:
-    return f"{'' if cell['requests'] else 'at most '}{cell['most_requests']:,} per run"
 
 
 def _tokens(count: int | None) -> str:
@@ -238,12 +231,14 @@ def _of_machine() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is measured. `is_tight` says from a cell's runs so far whether their ratio is precise enough."""
+    """What is measured: at least one cell."""
 
     comparison: Comparison
     cells: tuple[Cell, ...]
-    seed: int
-    is_tight: Callable[[CellResult], bool]
+
+    @property
+    def seed(self) -> int:
+        return self.cells[0].workload.seed
 
     @property
     def traits(self) -> ServerTraits | None:
@@ -283,6 +278,10 @@ class Setup:
         return groups(
             self.comparison, interleaved=self.interleaved(cell), pairs=self.pairs(cell), seed=cell.workload.seed
         )
+
+    def is_tight(self, cell: CellResult) -> bool:
+        references = [arm.name for arm in self.comparison.references]
+        return is_cell_tight(cell, measured=self.comparison.measured.name, references=references)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--resume` compares: `versions` of this interpreter, `engines` of each profile's own."""
@@ -327,10 +326,11 @@ def missing_runs(results: Results) -> list[str]:
 
 
 def _missing(results: Results, definition: Mapping[str, Any], cell: CellResult | None) -> list[str]:
+    arms = {name: results.plan[name] for name in ("measured", "references")}
     done = {*results.left_out, *(run.run for run in (cell.runs if cell else ()))}
     missing = [(pair, run) for pair, run in _order(definition) if run not in done]
-    first = min((pair for pair, _ in missing), default=None)
-    if first is not None and cell and first == cell.pairs_done + 1 > SMALLEST_PAIRS and _is_tight(results, cell):
+    first = min((pair for pair, _ in missing), default=0)
+    if cell and first == cell.pairs_done + 1 > SMALLEST_PAIRS and is_cell_tight(cell, **arms):
         return []
     return [run for _, run in missing]
 
@@ -339,8 +339,3 @@ def _order(definition: Mapping[str, Any]) -> list[tuple[int, str]]:
     """Return the pair and the name of every run of a cell, as `kvbm bench` makes them."""
     name, order = definition["name"], definition["order"]
     return [(group["pair"], run_name(name, group["pair"], arm)) for group in order for arm in group["arms"]]
-
-
-def _is_tight(results: Results, cell: CellResult) -> bool:
-    measured, references = results.plan["measured"], results.plan["references"]
-    return is_cell_tight(cell, measured=measured, reference=references[0] if references else measured)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -45,41 +45,32 @@ def cache_ls(
     """List caches. With RUN, list the blocks of a running engine; with --url, objects of a store."""
     options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
     if run is not None:
-        _require_alone(run, {"--dir": dir_, "--profile": profile, "--url": url, **options})
+        _require_none({"--dir": dir_, "--profile": profile, "--url": url, **options}, f"{NOT_WITH_RUN} `{run}`")
         from kvbm_cli.cache.live_caches import list_blocks
 
         return list_blocks(run, as_json=json)
     if url is None:
-        _require_url(options)
+        _require_none(options, *NO_STORE)
         from kvbm_cli.cache.disk_caches import list_caches
 
         return list_caches(dir_, profile or (), as_json=json)
-    _require_no_directory(dir_, profile)
+    _require_none({"--dir": dir_, "--profile": profile}, NOT_WITH_URL)
     from kvbm_cli.cache.store_objects import list_objects
     from kvbm_cli.cache.store_selection import StoreRequest
 
     return list_objects(StoreRequest(url, namespace, model, tenant, older_than), as_json=json)
 
 
-def _require_alone(run: str, options: Mapping[str, object]) -> None:
-    """UsageError for a running engine and an option of something else."""
+def _require_none(options: Mapping[str, object], why: str, hint: str = "remove one of them") -> None:
+    """UsageError for an option that was given. `why` is the rest of its message."""
     for name, value in options.items():
-        if value:
-            raise UsageError(f"`{name}` cannot be used with the run `{run}`", hint="remove one of them")
+        if value not in (None, False, []):
+            raise UsageError(f"`{name}` {why}", hint=hint)
 
 
-def _require_url(options: Mapping[str, object]) -> None:
-    """UsageError for an option that selects objects of a store, but without a store."""
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise UsageError(f"`{name}` requires a store", hint="add `--url URL`")
-
-
-def _require_no_directory(directory: Path | None, profile: Sequence[str] | None) -> None:
-    """UsageError for a directory and a store."""
-    name = "--dir" if directory is not None else "--profile"
-    if directory is not None or profile:
-        raise UsageError(f"`{name}` and `--url` cannot be used together", hint="remove one of them")
+NO_STORE = ("requires a store", "add `--url URL`")
+NOT_WITH_RUN = "cannot be used with the run"
+NOT_WITH_URL = "and `--url` cannot be used together"
 
 
 @cache_app.command("verify", cls=Command)
@@ -106,11 +97,12 @@ def cache_verify(
     Damaged blocks of a cache on disk are dropped."""
     options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
     if url is None:
-        _require_url({**options, "--sample": sample, "--key-file": key_file, "--delete-bad": delete_bad})
+        more = {"--sample": sample, "--key-file": key_file, "--delete-bad": delete_bad}
+        _require_none({**options, **more}, *NO_STORE)
         from kvbm_cli.cache.disk_caches import verify_caches
 
         return verify_caches(dir_, profile or (), as_json=json)
-    _require_no_directory(dir_, profile)
+    _require_none({"--dir": dir_, "--profile": profile}, NOT_WITH_URL)
     from kvbm_cli.cache.store_selection import StoreRequest
     from kvbm_cli.cache.store_verification import verify_objects
 
@@ -152,13 +144,12 @@ def cache_clear(
 ) -> int:
     """Remove caches. With RUN, remove blocks of a running engine; else refuse a cache that an engine uses."""
     if run is not None:
-        _require_alone(run, {"--dir": dir_, "--profile": profile})
+        _require_none({"--dir": dir_, "--profile": profile}, f"{NOT_WITH_RUN} `{run}`")
         from kvbm_cli.cache.live_caches import clear_blocks
 
         return clear_blocks(run, tier=tier, salt=salt, digest=tenant_digest, is_sure=yes)
-    for name, value in {"--tier": tier, "--tenant-digest": tenant_digest}.items():
-        if value is not None:
-            raise UsageError(f"`{name}` requires a running engine", hint="add the name of its run: `kvbm status`")
+    hint = "add the name of its run: `kvbm status`"
+    _require_none({"--tier": tier, "--tenant-digest": tenant_digest}, "requires a running engine", hint)
     from kvbm_cli.cache.disk_caches import clear_caches
 
     return clear_caches(dir_, profile or (), salt=salt, is_sure=yes)

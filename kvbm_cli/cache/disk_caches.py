@@ -14,7 +14,7 @@ import sqlite3
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -42,30 +42,12 @@ from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 
 FORMATS = ("json", "csv")
+COLUMNS = (  # of `--format csv`
+    *("cache", "path", "namespace", "model", "is_in_use", "pid", "blocks", "block_bytes", "bytes", "slots"),
+    *("space_bytes", "created", "last_used", "last_written", "problem", "facts"),
+)
 SHOWN_SKIPPED = 10
 PROGRESS_AFTER_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """One cache. Unknown values are None; times are in seconds since 1970."""
-
-    cache: str
-    path: str
-    namespace: str
-    model: str | None
-    is_in_use: bool
-    pid: int | None
-    blocks: int | None
-    block_bytes: int | None
-    bytes: int | None
-    slots: int | None
-    space_bytes: int
-    created: float | None
-    last_used: float | None
-    last_written: float | None
-    problem: str | None
-    facts: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +70,15 @@ class VerifyResult:
 def list_caches(directory: Path | None, profiles: Sequence[str], *, as_json: bool) -> int:
     """Return 1 if a part of the directory cannot be read."""
     place, skipped = _place(directory, profiles), list[Skipped]()
-    caches = [_stats(cache) for cache in _caches(place, skipped)]
+    caches = _caches(place, skipped)
     if as_json:
-        print_json([asdict(cache) for cache in caches])
+        print_json(list(map(_as_data, caches)))
     elif not caches:
         print_data(f"no caches in {place}")
     else:
         head = ("cache", "blocks", "bytes", "space", "age", "last used", "used by", "model")
         print_data(table([head, *map(_row, caches)], right=(1, 2, 3, 4, 5)))
-        problems = [f"{cache.cache}: {cache.problem}" for cache in caches if cache.problem]
+        problems = [f"{cache.path.name}: {cache.problem}" for cache in caches if cache.problem]
         print_data("\n".join(["", *problems, *[""] * bool(problems), f"{_caches_and_space(caches)} in {place}"]))
     return _note_skipped(skipped)
 
@@ -130,7 +112,7 @@ def clear_caches(directory: Path | None, profiles: Sequence[str], *, salt: str |
             raise _in_use(cache)
     if salt is not None:
         _require_indexes(caches)
-    summary = _caches_and_space([_stats(cache) for cache in caches])
+    summary = _caches_and_space(caches)
     blocks = "" if salt is None else "the blocks of one cache salt from "
     if not is_sure and not is_confirmed(f"remove {blocks}{summary} in {place}?"):
         return 1
@@ -148,8 +130,8 @@ def clear_caches(directory: Path | None, profiles: Sequence[str], *, salt: str |
 def export_stats(directory: Path | None, profiles: Sequence[str], *, form: str, output: Path | None) -> None:
     if form not in FORMATS:
         raise UsageError(f"unknown format `{form}`", hint="use `--format json` or `--format csv`")
-    caches = [_stats(cache) for cache in _caches(_place(directory, profiles), [])]
-    text = _as_csv(caches) if form == "csv" else json.dumps([asdict(cache) for cache in caches], indent=2) + "\n"
+    caches = list(map(_as_data, _caches(_place(directory, profiles), [])))
+    text = _as_csv(caches) if form == "csv" else json.dumps(caches, indent=2) + "\n"
     if output is None:
         print_data(text.removesuffix("\n"))
         return
@@ -165,10 +147,16 @@ def export_stats(directory: Path | None, profiles: Sequence[str], *, form: str, 
 
 def _place(directory: Path | None, profiles: Sequence[str], *, changes: bool = False) -> Path:
     """Return `--dir`, the directory of the profile, or the default directory. `changes`: the command changes caches."""
+    if directory is not None and profiles:
+        raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
+    disk = resolve(*profiles).profile.tiers.disk if profiles else None
+    if profiles and disk is None:
+        named = ", ".join(profiles)
+        raise UsageError(f"profile `{named}` has no disk tier", hint="name the directory with `--dir DIR`")
+    named_by_profile = DiskTierSection.model_fields["directory"].default if disk is None else disk.directory
+    place = directory or expanded(named_by_profile)
+    require_answering(place, changes=changes)
     if directory is not None:
-        if profiles:
-            raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
-        require_answering(directory, changes=changes)
         try:
             is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
         except OSError as error:
@@ -176,19 +164,7 @@ def _place(directory: Path | None, profiles: Sequence[str], *, changes: bool = F
         if not is_directory:
             raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)
-        return directory
-    if not profiles:
-        return _answering(expanded(DiskTierSection.model_fields["directory"].default), changes=changes)
-    disk = resolve(*profiles).profile.tiers.disk
-    if disk is None:
-        named = ", ".join(profiles)
-        raise UsageError(f"profile `{named}` has no disk tier", hint="name the directory with `--dir DIR`")
-    return _answering(expanded(disk.directory), changes=changes)
-
-
-def _answering(directory: Path, *, changes: bool) -> Path:
-    require_answering(directory, changes=changes)
-    return directory
+    return place
 
 
 def _require_outside(place: Path) -> None:
@@ -224,50 +200,48 @@ def _note_skipped(skipped: Sequence[Skipped]) -> int:
     return 1 if any(one.is_failure for one in skipped) else 0
 
 
-def _stats(cache: CacheFacts) -> CacheStats:
+def _as_data(cache: CacheFacts) -> dict[str, object]:
+    """Return one cache for `--json` and `export-stats`. Unknown values are None; times are in seconds since 1970."""
     superblock = cache.superblock
-    block_bytes = superblock.payload_bytes if superblock else None
-    model = cache.facts.get("model")
-    return CacheStats(
-        cache=cache.path.name,
-        path=str(cache.path),
-        namespace=cache.namespace,
-        model=None if model is None else str(model),
-        is_in_use=cache.is_locked,
-        pid=holder(cache.path) if cache.is_locked else None,
-        blocks=cache.block_count,
-        block_bytes=block_bytes,
-        bytes=None if block_bytes is None or cache.block_count is None else cache.block_count * block_bytes,
-        slots=superblock.slot_count if superblock else None,
-        space_bytes=cache.arena_bytes,
-        created=superblock.created if superblock else None,
-        last_used=cache.last_used,
-        last_written=cache.last_written,
-        problem=cache.problem,
-        facts=dict(cache.facts),
-    )
+    return {
+        "cache": cache.path.name,
+        "path": str(cache.path),
+        "namespace": cache.namespace,
+        "model": cache.model,
+        "is_in_use": cache.is_locked,
+        "pid": holder(cache.path) if cache.is_locked else None,
+        "blocks": cache.block_count,
+        "block_bytes": superblock.payload_bytes if superblock else None,
+        "bytes": cache.byte_count,
+        "slots": superblock.slot_count if superblock else None,
+        "space_bytes": cache.arena_bytes,
+        "created": superblock.created if superblock else None,
+        "last_used": cache.last_used,
+        "last_written": cache.last_written,
+        "problem": cache.problem,
+        "facts": dict(cache.facts),
+    }
 
 
-def _row(cache: CacheStats) -> tuple[str, ...]:
+def _row(cache: CacheFacts) -> tuple[str, ...]:
     return (
-        cache.cache,
-        "-" if cache.blocks is None else f"{cache.blocks:,}",
-        shown_size(cache.bytes),
-        shown_size(cache.space_bytes),
-        time_since(cache.created),
+        cache.path.name,
+        "-" if cache.block_count is None else f"{cache.block_count:,}",
+        shown_size(cache.byte_count),
+        shown_size(cache.arena_bytes),
+        time_since(cache.superblock.created if cache.superblock else None),
         time_since(cache.last_used),
-        _user(cache.pid) if cache.is_in_use else "-",
+        _user(cache) if cache.is_locked else "-",
         cache.model or "-",
     )
 
 
-def _as_csv(caches: Sequence[CacheStats]) -> str:
+def _as_csv(caches: Sequence[Mapping[str, object]]) -> str:
     """Format the caches as CSV, with `facts` as JSON in one field and unknown values empty."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(CacheStats)])
-    for cache in caches:
-        writer.writerow([json.dumps(value) if isinstance(value, dict) else value for value in asdict(cache).values()])
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**cache, "facts": json.dumps(cache["facts"])} for cache in caches)
     return text.getvalue()
 
 
@@ -278,7 +252,7 @@ def _verify(cache: CacheFacts) -> VerifyResult:
     assert cache.superblock is not None, f"{path} has neither a superblock nor a problem"
     lock = InstanceLock.take(cache.path)
     if lock is None:
-        print_note(f"{name} is in use by {_user(_stats(cache).pid)}: damaged blocks are reported but not dropped")
+        print_note(f"{name} is in use by {_user(cache)}: damaged blocks are reported but not dropped")
     try:
         with ProgressDisplay("verifying", delay_s=PROGRESS_AFTER_S) as progress:
             found = verify(cache.path, cache.superblock, progress=partial(progress.report_bytes, name))
@@ -317,10 +291,8 @@ def _is_of_this_format(cache: CacheFacts) -> bool:
 
 
 def _in_use(cache: CacheFacts) -> EnvironmentProblem:
-    user = _user(_stats(cache).pid)
-    return EnvironmentProblem(
-        f"cache {cache.path.name} is in use by {user}", hint="stop that engine first (`kvbm stop`)"
-    )
+    name, user = cache.path.name, _user(cache)
+    return EnvironmentProblem(f"cache {name} is in use by {user}", hint="stop that engine first (`kvbm stop`)")
 
 
 def _require_indexes(caches: Sequence[CacheFacts]) -> None:
@@ -354,9 +326,10 @@ def _clear_tenant(cache: CacheFacts, salt: str) -> int:
         raise EnvironmentProblem(f"cannot clear cache {cache.path.name}: {error}") from None
 
 
-def _caches_and_space(caches: Sequence[CacheStats]) -> str:
-    return f"{counted(len(caches), 'cache')}, {shown_size(sum(cache.space_bytes for cache in caches))}"
+def _caches_and_space(caches: Sequence[CacheFacts]) -> str:
+    return f"{counted(len(caches), 'cache')}, {shown_size(sum(cache.arena_bytes for cache in caches))}"
 
 
-def _user(pid: int | None) -> str:
+def _user(cache: CacheFacts) -> str:
+    pid = holder(cache.path)
     return "another process" if pid is None else f"process {pid}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvbm.errors import EngineError, EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.text.outside import shown
@@ -37,32 +39,19 @@ def pin(reference: str, prefix: Prefix, *, time: str) -> int:
     seconds = _seconds(time)
     run, message = _message(reference, "pin", prefix)
     replies = ask(run, {**message, "seconds": str(seconds)})
-    for one in replies:
-        if one.answer:
-            pinned, blocks = one.answer["pinned"], one.answer["blocks"]
-            print_data(f"pinned {pinned} of {counted(blocks, 'block')} for {time}: {one.answer['pin']}")
-            _note_late(one)
-    return note_refusals(replies)
+    return _report(replies, lambda found: f"pinned {found['pinned']} of {_blocks(found)} for {time}: {found['pin']}")
 
 
 def prefetch(reference: str, prefix: Prefix) -> int:
-    run, message = _message(reference, "prefetch", prefix)
-    replies = ask(run, message)
-    for one in replies:
-        if one.answer:
-            print_data(f"{one.answer['in_host']} of {counted(one.answer['blocks'], 'block')} in G2")
-            _note_late(one)
-    return note_refusals(replies)
+    replies = ask(*_message(reference, "prefetch", prefix))
+    return _report(replies, lambda found: f"{found['in_host']} of {_blocks(found)} in G2")
 
 
 def release(reference: str, name: str | None) -> int:
     if name is not None and not re.fullmatch("[0-9a-f]{16}", name):
         raise UsageError(f"`{shown(name)}` is no pin", hint="`kvbm cache ls RUN --json` shows the pins")
     replies = ask(live_run(reference), {"verb": "release", **({"pin": name} if name else {})})
-    for one in replies:
-        if one.answer:
-            print_data(f"released {counted(one.answer['released'], 'block')}")
-    return note_refusals(replies)
+    return _report(replies, lambda found: f"released {counted(found['released'], 'block')}")
 
 
 def limit(reference: str, percent: str, *, salt: str | None, digest: str | None) -> int:
@@ -71,12 +60,8 @@ def limit(reference: str, percent: str, *, salt: str | None, digest: str | None)
         raise UsageError(f"`{shown(percent)}` must be a part of host memory from 0% to 100%")
     owner = owner_of(salt, digest)
     message = {"verb": "limit", "percent": number, **({"tenant": owner} if owner else {})}
-    replies = ask(live_run(reference), message)
-    for one in replies:
-        if one.answer:
-            whose = "each tenant" if owner is None else "this tenant"
-            print_data(f"hints of {whose} may retain {counted(one.answer['blocks'], 'block')}")
-    return note_refusals(replies)
+    whose = "each tenant" if owner is None else "this tenant"
+    return _report(ask(live_run(reference), message), lambda found: f"hints of {whose} may retain {_blocks(found)}")
 
 
 def _message(reference: str, verb: str, prefix: Prefix) -> tuple[EngineRun, dict[str, str]]:
@@ -128,6 +113,14 @@ def _seconds(text: str) -> int:
     return int(seconds)
 
 
-def _note_late(reply: Reply) -> None:
-    if reply.answer["is_reading"]:
-        print_note("the engine still reads blocks from lower tiers; repeat the command to see or pin them")
+def _report(replies: Sequence[Reply], line: Callable[[dict[str, Any]], str]) -> int:
+    """Print the line of each answer. Returns 1 if an engine refused."""
+    for answer in (one.answer for one in replies if one.answer):
+        print_data(line(answer))
+        if answer.get("is_reading"):
+            print_note("the engine still reads blocks from lower tiers; repeat the command to see or pin them")
+    return note_refusals(replies)
+
+
+def _blocks(answer: dict[str, Any]) -> str:
+    return counted(answer["blocks"], "block")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.text.outside import shown
@@ -68,14 +67,11 @@ def note_left_out(inventory: Inventory) -> int:
 
 def _delete(inventory: Inventory, selected: Selected, progress: ProgressDisplay) -> Selected:
     """Delete objects, and their namespace if none is left. Returns what was deleted."""
-    remaining = set(inventory.delete(selected.extents, partial(_report, progress, len(selected.extents))))
+    total = len(selected.extents)
+    remaining = set(inventory.delete(selected.extents, lambda done: progress.report(f"{done} of {total} objects")))
     if selected.is_whole and not remaining:
         inventory.delete_facts(selected.stored.namespace)
     return replace(selected, extents=[extent for extent in selected.extents if extent not in remaining])
-
-
-def _report(progress: ProgressDisplay, total: int, done: int) -> None:
-    progress.report(f"{done} of {total} objects")
 
 
 def _rows(found: Sequence[Selected]) -> str:

@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.errors import reason_of
 from kvbm_cli.cache.store_objects import SHOWN_HEX, note_left_out
 from kvbm_cli.cache.store_selection import PROGRESS_AFTER_S, Selected, StoreRequest, opened, select
 from kvbm_cli.terminal.console import print_data, print_json
@@ -141,18 +142,15 @@ def _read(inventory: Inventory, extent: StoredExtent, keys: Keys) -> ObjectVerdi
         if content is not None:  # does its header allow this length, before it is read into memory
             found_extent(content, namespace=extent.namespace, byte_count=extent.byte_count)
             content = inventory.read(extent)
-    except OSError as error:
-        return ObjectVerdict(extent, failure=(error.strerror or str(error)).lower())
-    except BadObject as error:
-        return ObjectVerdict(extent, problem=str(error))
-    if content is None:
-        return ObjectVerdict(extent, is_gone=True)
-    try:
+        if content is None:
+            return ObjectVerdict(extent, is_gone=True)
         head = found_extent(content, namespace=extent.namespace, byte_count=len(content))
         is_proven = verify(content, head, extent.name, keys.of(head.protection))
+        return ObjectVerdict(extent, protection=head.protection, is_proven=is_proven)
+    except OSError as error:
+        return ObjectVerdict(extent, failure=reason_of(error))
     except BadObject as error:
         return ObjectVerdict(extent, problem=str(error))
-    return ObjectVerdict(extent, protection=head.protection, is_proven=is_proven)
 
 
 def _count(verdict: NamespaceVerdict, one: ObjectVerdict, *, has_secret: bool) -> None:

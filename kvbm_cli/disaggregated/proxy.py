@@ -35,7 +35,8 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvbm.engines.embedded.http.connections import body_of, front, listen
+from kvbm.engines.embedded.http.connections import body_of, front, listen, not_served
+from kvbm.engines.embedded.http.openai_responses import error_body
 from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
@@ -204,8 +205,7 @@ async def _answer_for_problems(request: web.Request, handler: Any) -> web.Stream
     except RequestError as wrong:
         return _error(wrong.message, wrong.status)
     except web.HTTPException as error:
-        text = f"{shown(request.path)} with {shown(request.method)} is not served: {shown(error.reason)}"
-        return _error(text, error.status)
+        return _error(not_served(request, error), error.status)
     except (aiohttp.ClientError, TimeoutError, OSError, EngineProblem) as problem:
         return _error(f"an engine behind this proxy failed: {shown(problem) or type(problem).__name__}", 502)
 
@@ -217,9 +217,7 @@ def _end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 
 def _error(message: str, status: int) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return web.json_response({"error": error}, status=status)
+    return web.json_response(error_body(message, status=status, code=status), status=status)
 
 
 def main() -> None:

@@ -195,9 +195,9 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def as_data(groups: Mapping[str, Sequence[Check]]) -> list[Mapping[str, object]]:
-    return [_row(group, check) for group, checks in groups.items() for check in checks]
-
-
-def _row(group: str, check: Check) -> Mapping[str, object]:
-    names = ("name", "state", "finding", "remedy", "facts", *(["details"] if check.details else []))
-    return {"group": group, **{name: getattr(check, name) for name in names}}
+    names = ("name", "state", "finding", "remedy", "facts", "details")
+    rows = ((group, check) for group, checks in groups.items() for check in checks)
+    return [
+        {"group": group, **{name: getattr(check, name) for name in names if name != "details" or check.details}}
+        for group, check in rows
+    ]

@@ -5,13 +5,11 @@ disk_features.py checks what the filesystem supports.
 
 from __future__ import annotations
 
-import errno
+import json
 import os
 import shlex
-import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +58,8 @@ def checks(context: DoctorContext, recommend: Callable[[RecommendedSettings], No
             require_usable_parent(directory)
             report = _probe(context, place)
     except OSError as error:
-        yield failure("directory", f"not writable: {reason_of(error)}", _remedy_for(directory, error))
+        remedies = [one for one in (path_hint(error, directory), OTHER_DIRECTORY) if one is not None]
+        yield failure("directory", f"not writable: {reason_of(error)}", ", or ".join(remedies))
         return
     except EnvironmentProblem as error:
         yield failure("directory", error.message, error.hint or OTHER_DIRECTORY)
@@ -78,25 +77,11 @@ def checks(context: DoctorContext, recommend: Callable[[RecommendedSettings], No
         recommend(report.settings)
 
 
-def _remedy_for(directory: Path, error: OSError) -> str:
-    """Suggests what removes the cause. The mode is changed only of `directory` itself, and only if this user owns it:
-    other programs need its parents."""
-    if error.errno not in (errno.EACCES, errno.EPERM):
-        cause = path_hint(error, directory)
-        return OTHER_DIRECTORY if cause is None else f"{cause}, or {OTHER_DIRECTORY}"
-    with suppress(OSError):
-        facts = os.stat(directory)
-        is_own_directory = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
-        if is_own_directory and not os.access(directory, os.W_OK | os.X_OK):
-            return f"`chmod u+rwx {shlex.quote(str(directory))}`, or {OTHER_DIRECTORY}"
-    return OTHER_DIRECTORY
-
-
 def _probe(context: DoctorContext, place: Path) -> DiskReport:
     seconds, timeout_s = (QUICK_PHASE_S, QUICK_PROBE_TIMEOUT_S) if context.is_quick else (PHASE_S, PROBE_TIMEOUT_S)
-    arguments = [str(place), "--seconds", str(seconds), "--block-bytes", str(_slot_bytes(context))]
+    given = {"directory": str(place), "seconds": seconds, "block_bytes": _slot_bytes(context)}
     answer = context.machine.run_probe(
-        sys.executable, "disk", arguments, timeout_s=timeout_s, on_phase=context.on_phase
+        sys.executable, "disk", [json.dumps(given)], timeout_s=timeout_s, on_phase=context.on_phase
     )
     return TypeAdapter(DiskReport).validate_python(answer["report"])
 

@@ -16,8 +16,16 @@ from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import ConnectorConfig, Tiers
 from kvbm.config.sizes import parse_size
-from kvbm.config.variables import PREFIX, VARIABLES, Variable, drop_unused, read_variables, variable_names, variable_of
-from kvbm.errors import ProfileError
+from kvbm.config.variables import (
+    PREFIX,
+    VARIABLES,
+    Variable,
+    drop_unused,
+    read_variables,
+    valid_variables,
+    variable_names,
+    variable_of,
+)
 from kvbm_cli.profile.machine_check import Check, failure, ok, warning
 
 if TYPE_CHECKING:
@@ -31,17 +39,13 @@ FALSE = frozenset({"0", "false", "no", "off"})
 
 def check_variables(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
     """Return the checks, and the variables that are valid."""
-    found: list[Check] = []
-    valid: dict[str, str] = {}
-    for name in variable_names(environment):
-        try:
-            _, warnings = read_variables({name: environment[name]})
-            read_variables({**valid, name: environment[name]})
-        except ProfileError as error:
-            found.append(failure(name, error.message.splitlines()[0], error.hint or f"`unset {name}`"))
-            continue
-        valid[name] = environment[name]
-        found += [warning(name, text.partition(": ")[2], f"`unset {name}`") for text in warnings]
+    valid, mistakes = valid_variables(environment)
+    wrong = [name for name in variable_names(environment) if name not in valid]  # one mistake each, in this order
+    found = [
+        failure(name, mistake.message.splitlines()[0], mistake.hint or f"`unset {name}`")
+        for name, mistake in zip(wrong, mistakes, strict=True)
+    ]
+    found += [_ineffective(text) for text in read_variables(valid)[1] if not _is_about_supported(text)]
     return [*found, *(check for name in valid for check in _misread(name, valid))], valid
 
 
@@ -56,20 +60,15 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
     from pydantic import ValidationError
 
     document, _ = read_variables(variables)
-    try:
-        ineffective = [_ineffective(text) for text in drop_unused(document, variables)]
-    except ProfileError as error:
-        return None, [failure("tiers", error.message.splitlines()[0], error.hint or "choose another value")]
+    ineffective = [_ineffective(text) for text in drop_unused(document, variables)]
     if "tiers" not in document:
         return None, ineffective
     try:
         config = ConnectorConfig.model_validate(plain_values(document))
     except ValidationError as error:
         mistakes = mistakes_in(error, document, "variables", FileKind("configuration", keys(ConnectorConfig), {}))
-        return None, [
-            *ineffective,
-            *(failure("values", one.text, one.hint or "choose another value") for one in mistakes),
-        ]
+        wrong = [failure("values", one.text, one.hint or "choose another value") for one in mistakes]
+        return None, [*ineffective, *wrong]
     return config.tiers, [*ineffective, *_priority(config.offload.min_priority, warning)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -37,7 +38,6 @@ REMEDIES = {
     "list": f"check that the bucket exists and may be listed (`s3:ListBucket`); {CREDENTIALS}",
     "put": "allow `s3:PutObject`, or set `tiers.shared.write: false` if this engine only reads",
     "get": "allow `s3:GetObject`",
-    "conditional put": "allow `s3:PutObject`",
     "delete": "allow `s3:DeleteObject`: `kvbm cache`, `kvbm bench` and the doctor use it, engines do not",
 }
 DIRECTORY_REMEDIES = {
@@ -45,7 +45,6 @@ DIRECTORY_REMEDIES = {
     "list": "check the permissions of the directory with `ls -ld`",
     "put": "make the directory writable, or set `tiers.shared.write: false` if this engine only reads",
     "get": "check the permissions of the files with `ls -l`",
-    "conditional put": "make the directory writable",
     "delete": "make the directory writable",
 }
 OTHER_STORE = "mount it again, or use another store (`--url` or `tiers.shared.url`)"
@@ -64,9 +63,9 @@ def checks(context: DoctorContext) -> Iterator[Check]:
         return
     seconds, timeout_s = (QUICK_SECONDS, QUICK_TIMEOUT_S) if context.is_quick else (SECONDS, TIMEOUT_S)
     try:
-        arguments = [context.url, "--seconds", str(seconds), *([] if writes else ["--read-only"])]
+        given = {"url": context.url, "seconds": seconds, "writes": writes}
         answer = context.machine.run_probe(
-            sys.executable, "store", arguments, timeout_s=timeout_s, on_phase=context.on_phase
+            sys.executable, "store", [json.dumps(given)], timeout_s=timeout_s, on_phase=context.on_phase
         )
     except ProbeFailed as error:
         remedy = "check that `mooncake_master` runs" if is_pool else CREDENTIALS
@@ -75,7 +74,8 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     report = StoreReport(**answer["report"])
     remedies = REMEDIES if directory_of(context.url) is None else DIRECTORY_REMEDIES
     yield from _pool(report, writes=writes) if is_pool else _permissions(report, remedies, writes=writes)
-    yield from _about(report)
+    if report.clock_s is not None:
+        yield _clock(report.clock_s)
     yield from _speed(context, report, writes=writes)
 
 
@@ -150,21 +150,12 @@ def _pool(report: StoreReport, *, writes: bool) -> Iterator[Check]:
         yield failure("pool", f"{report.failed} fails: {report.reason}", remedy)
 
 
-def _about(report: StoreReport) -> Iterator[Check]:
-    if report.creates_once is not None:
-        if report.creates_once:
-            yield ok("conditional put", "a second creation of an object is refused")
-        else:
-            finding = "not supported: engines that compute the same blocks may write them twice"
-            yield warning("conditional put", finding, "no action needed: both objects have the same content")
-    if report.clock_s is not None:
-        finding = (
-            f"the store is {abs(report.clock_s):.0f} s {'ahead of' if report.clock_s > 0 else 'behind'} this machine"
-        )
-        if abs(report.clock_s) > MAX_CLOCK_S:
-            yield warning("clock", finding, "synchronise the clock of this machine", clock_s=report.clock_s)
-        else:
-            yield ok("clock", "agrees with this machine within a minute", clock_s=report.clock_s)
+def _clock(clock_s: float) -> Check:
+    """Check how far the clock of the store is ahead."""
+    if abs(clock_s) <= MAX_CLOCK_S:
+        return ok("clock", "agrees with this machine within a minute", clock_s=clock_s)
+    finding = f"the store is {abs(clock_s):.0f} s {'ahead of' if clock_s > 0 else 'behind'} this machine"
+    return warning("clock", finding, "synchronise the clock of this machine", clock_s=clock_s)
 
 
 def _speed(context: DoctorContext, report: StoreReport, *, writes: bool) -> Iterator[Check]:

@@ -10,8 +10,10 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+
+import yaml
 
 from kvbm.engines.vllm.versions import INSTALL_FOR_CPU
 from kvbm_cli.engine.refused_flag import refusal
@@ -60,83 +62,20 @@ def _own_error(lines: Sequence[str]) -> FailureReason | None:
     return None
 
 
-class _Pattern(NamedTuple):
-    """`{0}` in the text is the first group of the pattern."""
-
-    pattern: str
-    text: str
-    hint: str | None = None
-
-
-_PATTERNS = (
-    _Pattern(r"Address already in use|EADDRINUSE", "its port is in use", "choose a free port with `--port 0`"),
-    _Pattern(r"No space left on device|\[Errno 28\]", "a disk is full", "check `df -h` and `tiers.disk.directory`"),
-    _Pattern(
-        r"Disk quota exceeded|\[Errno 122\]", "a disk quota is exceeded", "check `quota -s` and `tiers.disk.directory`"
-    ),
-    _Pattern(
-        r"(?:CUDA|HIP) out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
-        "out of GPU memory",
-        "lower `engine.arguments.gpu_memory_utilization` or `max_model_len`, with TensorRT-LLM "
-        "`kv_cache_config.free_gpu_memory_fraction` or `max_seq_len`; `nvidia-smi` lists other users of the GPU",
-    ),
-    _Pattern(
-        r"Free memory on device.*is less than desired GPU memory utilization",
-        "another program uses the GPU's memory",
-        "check `nvidia-smi`, or lower `engine.arguments.gpu_memory_utilization`",
-    ),
-    _Pattern(
-        r"Available memory on node.*is less than desired CPU memory utilization",
-        "the machine has less free memory than the engine reserves for G1",
-        "lower `engine.arguments.gpu_memory_utilization`, or set `VLLM_CPU_KVCACHE_SPACE` in `engine.environment`",
-    ),
-    _Pattern(
-        r"No available memory for the cache blocks|larger than the available KV cache memory"
-        r"|larger than the maximum number of tokens",
-        "G1 is too small for one request of the maximum length",
-        "lower `engine.arguments.max_model_len`, or give G1 more memory",
-    ),
-    _Pattern(
-        r"[Cc]annot allocate memory|can't allocate memory|std::bad_alloc|MemoryError", "out of memory", LESS_MEMORY
-    ),
-    _Pattern(
-        r"ModuleNotFoundError: No module named '([^']+)'",
-        "its Python has no module `{0}`",
-        "install it there, or set `engine.python` to another interpreter",
-    ),
-    _Pattern(
-        r"(?:^|\] ?)ImportError: (.+)",
-        "a library cannot be imported: {0}",
-        "check the interpreter in `engine.python`",
-    ),
-    _Pattern(
-        r"GatedRepoError|Cannot access gated repo",
-        "the model requires accepting its licence on Hugging Face",
-        "accept it there, then run `hf auth login`",
-    ),
-    _Pattern(
-        r"Repository Not Found|RepositoryNotFoundError|is not a local folder and is not a valid model identifier",
-        "the model was not found",
-        "set `engine.model` to a local directory or a name on Hugging Face",
-    ),
-    _Pattern(
-        r"LocalEntryNotFoundError|OfflineModeIsEnabled|We couldn't connect to|couldn't find them in the cached files",
-        "the model is not on this machine, and Hugging Face is not reachable",
-        "set `engine.model` to a local directory",
-    ),
-    _Pattern(
-        r"Model architectures \[?'?([\w]+)'?\]? .*not supported", "the engine does not support the architecture `{0}`"
-    ),
-    _Pattern(r"PermissionError: .*: '([^']+)'", "no permission to use `{0}`", "check its owner with `ls -ld`"),
-)
+@cache
+def _table() -> list[dict[str, str]]:
+    """Return the rows of failures.yaml, and one whose hint is used above."""
+    rows: list[dict[str, str]] = yaml.safe_load(Path(__file__).with_name("failures.yaml").read_text())
+    pattern = r"[Cc]annot allocate memory|can't allocate memory|std::bad_alloc|MemoryError"
+    return [*rows, {"pattern": pattern, "text": "out of memory", "hint": LESS_MEMORY}]
 
 
 def _known(lines: Sequence[str]) -> FailureReason | None:
     """Return the reason of the last line that matches a pattern of the table."""
     for line in reversed(lines):
-        for known in _PATTERNS:
-            if found := re.search(known.pattern, line):
-                return FailureReason(known.text.format(*found.groups("")), known.hint)
+        for row in _table():
+            if found := re.search(row["pattern"], line):
+                return FailureReason(row["text"].format(*found.groups("")), row.get("hint"))
     return None
 
 

@@ -117,12 +117,8 @@ class EngineProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    @property
-    def guard_pid(self) -> int:
-        return self._guard.pid
-
     def pids(self) -> dict[str, int]:
-        return {"engine": self.pid, "guard": self.guard_pid}
+        return {"engine": self.pid, "guard": self._guard.pid}
 
     def phase(self) -> str:
         """Return the last message in the engine's log since it was signalled to stop."""

@@ -7,7 +7,7 @@ computes so many tokens less. Time becomes money with the price of an accelerato
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
@@ -63,14 +63,14 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What `more` has over `less`, both positions in a curve. `pays_from`: requests per hour."""
+    """What the capacity `more` has over `less`, as JSON has it."""
 
-    less: int
-    more: int
-    eviction: str
+    less: str
+    more: str
+    policy: str
     hit_rates: tuple[float, float]
-    saved_s: float | None
-    pays_from: float | None
+    saved_prefill_s: float | None
+    pays_from_requests_per_hour: float | None
 
 
 def gains(curve: Curve, prompts: Prompts, prices: Prices | None) -> Iterator[Gain]:
@@ -85,26 +85,27 @@ def gains(curve: Curve, prompts: Prompts, prices: Prices | None) -> Iterator[Gai
         if prices is not None and curve.sizes is not None and saved_s:
             added = (curve.sizes[more] - curve.sizes[more - 1]) / GB * prices.memory_gb_month / HOURS_PER_MONTH
             pays_from = added / (saved_s / 3600 * prices.engine_hour)
-        yield Gain(more - 1, more, eviction, (rates[more - 1], rates[more]), saved_s, pays_from)
+        less_name, more_name = curve.names[more - 1 : more + 1]
+        yield Gain(less_name, more_name, eviction, (rates[more - 1], rates[more]), saved_s, pays_from)
 
 
 def sentences(curve: Curve, prompts: Prompts, prices: Prices | None) -> list[str]:
-    lines = [_sentence(curve, one) for one in gains(curve, prompts, prices)]
+    lines = [_sentence(one) for one in gains(curve, prompts, prices)]
     if LRU in curve.rates and ADAPTIVE in curve.rates:
         lines.append(_about_eviction(curve))
     return lines or ["The hit rate does not depend on these capacities."]
 
 
-def _sentence(curve: Curve, gain: Gain) -> str:
+def _sentence(gain: Gain) -> str:
     before, after = gain.hit_rates
     text = (
-        f"With {curve.names[gain.more]} instead of {curve.names[gain.less]}, {after:.0%} instead of {before:.0%} of "
-        f"the prompt tokens come from the cache ({gain.eviction})"
+        f"With {gain.more} instead of {gain.less}, {after:.0%} instead of {before:.0%} of "
+        f"the prompt tokens come from the cache ({gain.policy})"
     )
-    if gain.saved_s is not None:
-        text += f": {_seconds(gain.saved_s)} less prefill per request on average"
-    if gain.pays_from is not None:
-        text += f", which pays from {_count(gain.pays_from)} requests per hour"
+    if (saved_s := gain.saved_prefill_s) is not None:
+        text += f": {_seconds(saved_s)} less prefill per request on average"
+    if (pays_from := gain.pays_from_requests_per_hour) is not None:
+        text += f", which pays from {_count(pays_from)} requests per hour"
     return f"{text}."
 
 
@@ -146,15 +147,5 @@ class CapacityPlan:
             **self.data,
             "prompt_tokens": self.prompts.prompt_tokens,
             "prefill_tokens_per_s": self.prompts.prefill_tokens_per_s,
-            "gains": [
-                {
-                    "less": self.curve.names[one.less],
-                    "more": self.curve.names[one.more],
-                    "policy": one.eviction,
-                    "hit_rates": list(one.hit_rates),
-                    "saved_prefill_s": one.saved_s,
-                    "pays_from_requests_per_hour": one.pays_from,
-                }
-                for one in gains(self.curve, self.prompts, prices)
-            ],
+            "gains": [asdict(one) for one in gains(self.curve, self.prompts, prices)],
         }

@@ -73,10 +73,11 @@ def plan(
         of_traces = {"capacity-blocks": capacity_blocks, "exact": exact, "model": model, "prefill-rate": prefill_rate}
         of_files = {"bytes-per-token": bytes_per_token, "column": column, "limit": limit, "sessions": sessions}
         body.require_trace_for({**of_traces, **of_files})
-        from kvbm_cli.plan.live import show_live
+        from kvbm_cli.plan.live import live_plans
         from kvbm_cli.top.watched import of_runs, of_url
 
-        return show_live(of_runs(run) if url is None else of_url(url), prices, html=html, as_json=json)
+        plans = live_plans(of_runs(run) if url is None else of_url(url))
+        return body.show_plans(plans, prices, html=html, as_json=json, is_trace=False)
     request = body.PlanRequest(
         file=trace,
         form=trace_format(block_tokens, time_scale, column or [], turns, limit, sessions),
@@ -85,6 +86,5 @@ def plan(
         is_exact=exact,
         bytes_per_token=token_bytes(bytes_per_token, model),
         prefill_tokens_per_s=prefill_rate,
-        prices=prices,
     )
-    return body.show_plan(request, html=html, as_json=json)
+    return body.show_plans([body.plan_of_trace(request)], prices, html=html, as_json=json, is_trace=True)

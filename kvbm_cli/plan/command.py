@@ -1,4 +1,4 @@
-"""`kvbm plan --trace FILE`: the hit rate of a trace by capacity and eviction, as a table with sentences or as JSON.
+"""`kvbm plan`: what it prints, and `--trace FILE`: the hit rate of a trace by capacity and eviction.
 
 Starts no engine. See `bench/trace/hit_rates.py` for what is simulated.
 """
@@ -6,7 +6,7 @@ Starts no engine. See `bench/trace/hit_rates.py` for what is simulated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -38,8 +38,7 @@ class PlanRequest:
     policies: tuple[str, ...]
     is_exact: bool
     bytes_per_token: int | None
-    prefill_tokens_per_s: float | None = None
-    prices: Prices | None = None
+    prefill_tokens_per_s: float | None
 
 
 def parse_capacities(text: str | None) -> tuple[int, ...]:
@@ -77,31 +76,38 @@ def require_one_source(*sources: object) -> None:
         raise UsageError("`RUN`, `--url` and `--trace` exclude each other", hint="give one of them")
 
 
-def show_plan(request: PlanRequest, *, html: Path | None, as_json: bool) -> int:
-    request = replace(request, form=TraceReader(request.file, request.form).form)  # as the file is written
-    with ProgressDisplay("plan", delay_s=PROGRESS_AFTER_S) as progress:
-        plan = make_plan(request, progress.report)
+def show_plans(
+    plans: Sequence[CapacityPlan], prices: Prices | None, *, html: Path | None, as_json: bool, is_trace: bool
+) -> int:
+    """Print a table with sentences, or JSON: an object for a trace, a list for engines."""
     if html is not None:
-        write_page(html, page([plan], request.prices))
+        write_page(html, page(plans, prices))
     if as_json:
-        print_json(plan.as_data(request.prices))
+        found = [plan.as_data(prices) for plan in plans]
+        print_json(found[0] if is_trace else found)
     else:
-        print_data(plan.text(request.prices))
+        print_data("\n\n".join(plan.text(prices) for plan in plans))
     return 0
 
 
-def make_plan(request: PlanRequest, report: Report = lambda phase: None) -> CapacityPlan:
+def plan_of_trace(request: PlanRequest) -> CapacityPlan:
+    with ProgressDisplay("plan", delay_s=PROGRESS_AFTER_S) as progress:
+        return _plan_of(request, progress.report)
+
+
+def _plan_of(request: PlanRequest, report: Report) -> CapacityPlan:
     trace = collect(TraceReader(request.file, request.form), report=report)
-    uses, tree = trace.timed_uses(), trace.tree
+    uses, tree, block_tokens = trace.timed_uses(), trace.tree, trace.form.block_tokens
     unique = len(tree) - 1
     simulation = Simulation(tree, uses, tracked=unique if request.is_exact else TRACKED_BLOCKS, report=report)
     capacities = request.capacities or simulation.capacities()
-    curve = curve_of(capacities, simulation.rates(request.policies, capacities), request)
+    block_bytes = None if request.bytes_per_token is None else block_tokens * request.bytes_per_token
+    curve = curve_of(capacities, simulation.rates(request.policies, capacities), block_bytes)
     simulated = simulation.simulated_blocks
     about = "" if simulated == unique else f", {simulated:,} of them simulated"
     return CapacityPlan(
         f"{one_line(request.file.name)}: {len(uses):,} requests, {unique:,} different blocks of "
-        f"{request.form.block_tokens} tokens{about}",
+        f"{block_tokens} tokens{about}",
         curve,
         Prompts(fmean(tree.depth_tokens[one.use.prompt] for one in uses), request.prefill_tokens_per_s),
         {
@@ -113,15 +119,15 @@ def make_plan(request: PlanRequest, report: Report = lambda phase: None) -> Capa
             "requests": len(uses),
             "unique_blocks": unique,
             "simulated_blocks": simulated,
-            "block_tokens": request.form.block_tokens,
+            "block_tokens": block_tokens,
             "curve": curve.as_data("capacity_blocks", capacities),
         },
     )
 
 
-def curve_of(capacities: Sequence[int], rates: dict[str, list[float]], request: PlanRequest) -> Curve:
-    """Return the curve over capacities in blocks, named by their bytes if the bytes of a token are known."""
-    if request.bytes_per_token is None:
+def curve_of(capacities: Sequence[int], rates: dict[str, list[float]], block_bytes: int | None) -> Curve:
+    """Return the curve over capacities in blocks, named by their bytes if the bytes of a block are known."""
+    if block_bytes is None:
         return Curve(tuple(f"{capacity:,} blocks" for capacity in capacities), None, rates)
-    sizes = tuple(capacity * request.form.block_tokens * request.bytes_per_token for capacity in capacities)
+    sizes = tuple(capacity * block_bytes for capacity in capacities)
     return Curve(tuple(map(format_size, sizes)), sizes, rates)

@@ -7,17 +7,13 @@ Read from the engine's metrics, once. The engine simulates host memory of a few 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from kvbm.config.sizes import format_size
 from kvbm.core.shadow_caches import EVICTIONS
 from kvbm.errors import EnvironmentProblem
 from kvbm.text.outside import one_line
-from kvbm_cli.bench.show.page import write_page
-from kvbm_cli.plan.advice import CapacityPlan, Curve, Prices, Prompts
-from kvbm_cli.plan.page import page
+from kvbm_cli.plan.advice import CapacityPlan, Curve, Prompts
 from kvbm_cli.system.metrics_page import MetricsPage
-from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.top.watched import EngineReader, MetricsTarget
 
 HIT_RATE_AT = "kvbm_hit_rate_at"
@@ -25,10 +21,8 @@ LOADED = ("host", "disk", "object")
 HINT = "set `metrics.capacities: true` in the profile and restart; the first request must have ended"
 
 
-def show_live(
-    targets: Callable[[], Sequence[MetricsTarget]], prices: Prices | None, *, html: Path | None, as_json: bool
-) -> int:
-    """Print the plan of each engine. Raises EnvironmentProblem if none has measured anything."""
+def live_plans(targets: Callable[[], Sequence[MetricsTarget]]) -> list[CapacityPlan]:
+    """Return the plan of each engine that has measured something. Raises EnvironmentProblem if none has."""
     engines = EngineReader(targets).read()
     plans = [plan_of(one.name, one.readings[-1].page) for one in engines if one.readings]
     known = [plan for plan in plans if plan is not None]
@@ -38,13 +32,7 @@ def show_live(
             "no engine has measured the hit rates of other capacities" + (f" ({problems})" if problems else ""),
             hint=HINT,
         )
-    if html is not None:
-        write_page(html, page(known, prices))
-    if as_json:
-        print_json([plan.as_data(prices) for plan in known])
-    else:
-        print_data("\n\n".join(plan.text(prices) for plan in known))
-    return 0
+    return known
 
 
 def plan_of(name: str, metrics: MetricsPage) -> CapacityPlan | None:

@@ -107,7 +107,7 @@ def profile_new(
     set_: SetOption = None,
     force: Annotated[bool, flag("--force", "Overwrite FILE.")] = False,
 ) -> None:
-    """Write a new profile. On a terminal, asks for missing values."""
+    """Write a new profile."""
     from kvbm_cli.profile.new import new_profile
 
     given = {"--engine": engine, "--model": model, "--host": host, "--disk": disk, "--dir": directory, "--port": port}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,12 +47,14 @@ PROCESS_BYTES = 512 << 20  # of an engine's server, and of each rank with its li
 HUGE_SHARE = 64  # of a segment in huge pages, for its control words: 1 / HUGE_SHARE
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenCapacity:
-    """Bytes of a tier for each engine of a profile, and why."""
+UNMEASURED = "the minimum: "  # the beginning of a reason: what can be spared is unknown
+KEPT = "the cache that exists keeps its size"
+Choice = tuple[int, str]  # bytes of a tier for each engine of a profile, and why
 
-    capacity_bytes: int
-    reason: str
+
+def is_all_to_spare(reason: str) -> bool:
+    """Whether a size was chosen because this machine can spare no more."""
+    return not reason.startswith((UNMEASURED, KEPT))
 
 
 def with_capacities(
@@ -68,12 +70,11 @@ def with_capacities(
         return resolved
     least = _least(profile, facts)
     if host is not None and host.is_auto:
-        choice = _host(profile, least, memory or THIS_MACHINE)
-        update["host"], chosen["G2"] = host.model_copy(update={"capacity": choice.capacity_bytes}), choice.reason
+        capacity, chosen["G2"] = _host(profile, least, memory or THIS_MACHINE)
+        update["host"] = host.model_copy(update={"capacity": capacity})
     if disk is not None and disk.is_auto:
-        choice = _disk(profile, disk, least)
-        changed = {"capacity": choice.capacity_bytes, "fit": True}
-        update["disk"], chosen["G3"] = disk.model_copy(update=changed), choice.reason
+        capacity, chosen["G3"] = _disk(profile, disk, least)
+        update["disk"] = disk.model_copy(update={"capacity": capacity, "fit": True})
     tiers = profile.tiers.model_copy(update=update)
     return replace(resolved, profile=profile.model_copy(update={"tiers": tiers}), chosen=chosen)
 
@@ -122,7 +123,7 @@ def _least(profile: Profile, facts: Mapping[str, object] | None) -> Sizing | Non
         return None
 
 
-def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenCapacity:
+def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> Choice:
     copies, own = copy_count(profile), engine_bytes(profile, least)
     room, living = memory.room(), living_runs()
     pending = pending_memory(living, memory=memory) + pending_of_engines(memory)
@@ -146,7 +147,7 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
     huge -= huge // HUGE_SHARE + 2 * page_bytes * ranks
     if bound is None and huge > max(spare, 0):  # those of other nodes are of no use
         each = _rounded(huge // copies)
-        return ChosenCapacity(max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free")
+        return max(each, least_bytes), f"{format_size(each)} of reserved huge pages are free"
     parts += [f"- {format_size(pending)} for starting engines"] if pending else []
     parts += [f"- {format_size(own)} for {title} itself"] if own else []
     parts += [f"- {format_size(buffers)} for the buffer below it"] if buffers else []
@@ -154,11 +155,11 @@ def _host(profile: Profile, least: Sizing | None, memory: HostMemory) -> ChosenC
     parts += [f"for {copies} engines"] if copies > 1 else []
     each = _rounded(spare // copies)
     if own is None:
-        reason = f"the minimum: only {title} knows how much memory it takes itself; set its size of G1, or a capacity"
-        return ChosenCapacity(least_bytes, reason)
+        reason = f"only {title} knows how much memory it takes itself; set its size of G1, or a capacity"
+        return least_bytes, f"{UNMEASURED}{reason}"
     if each < least_bytes:
-        return ChosenCapacity(least_bytes, f"the minimum, because nothing is left of {' '.join(parts)}")
-    return ChosenCapacity(each, " ".join(parts))
+        return least_bytes, f"the minimum, because nothing is left of {' '.join(parts)}"
+    return each, " ".join(parts)
 
 
 def _bound(profile: Profile, memory: HostMemory, ranks: int, pending: int) -> tuple[int | None, str]:
@@ -187,24 +188,24 @@ def _room_on_nodes(memory: HostMemory, ranks: int, pending: int) -> int | None:
     return min(least)
 
 
-def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> ChosenCapacity:
+def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> Choice:
     copies = copy_count(profile)
     directory = expanded(disk.directory)
     tier = None if least is None else least.disk
     least_bytes = LEAST_BYTES if tier is None else tier.total_bytes
     try:
         if not answers(directory):
-            return ChosenCapacity(least_bytes, f"the minimum: {disk.directory} does not answer")
+            return least_bytes, f"{UNMEASURED}{disk.directory} does not answer"
         unused = _unused(directory)
         facts = os.statvfs(nearest_existing(directory))
     except (OSError, EnvironmentProblem) as error:
-        return ChosenCapacity(least_bytes, f"the minimum: cannot read {disk.directory}: {error}")
+        return least_bytes, f"{UNMEASURED}cannot read {disk.directory}: {error}"
     parts = kind_of(profile).serving_ranks(profile)
     block_bytes = None if tier is None else tier.total_bytes // tier.block_count // parts
     found = [one for one, superblock in unused if _is_usable(superblock, profile, block_bytes)]
     own = sum(found[: copies * parts]) if disk.persist else 0
     if own:
-        return ChosenCapacity(max(_rounded(own // copies), least_bytes), "the cache that exists keeps its size")
+        return max(_rounded(own // copies), least_bytes), KEPT
     reclaimed = sum(one for one, _ in unused) if disk.reclaim else 0
     free = facts.f_bavail * facts.f_frsize + reclaimed
     each = _rounded((free - margin_of(free)) // copies)
@@ -212,8 +213,8 @@ def _disk(profile: Profile, disk: DiskTierSection, least: Sizing | None) -> Chos
     text = f"{format_size(free)} {where} - a margin of {format_size(margin_of(free))}"
     text += f", for {copies} engines" if copies > 1 else ""
     if each < least_bytes:
-        return ChosenCapacity(least_bytes, f"the minimum, because nothing is left of {text}")
-    return ChosenCapacity(each, text)
+        return least_bytes, f"the minimum, because nothing is left of {text}"
+    return each, text
 
 
 def _unused(directory: Path) -> list[tuple[int, Superblock]]:

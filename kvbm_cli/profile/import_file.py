@@ -18,7 +18,7 @@ from kvbm.text.outside import shown
 from kvbm.text.reading import read_at_most, read_stdin
 from kvbm_cli.profile.import_launch import COMMAND, READS, Launch, Word, table
 from kvbm_cli.profile.import_profile import MAX_OTHERS, Imported, imported, kind_of
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, WITHOUT_MARKS, CommandText, launches_of
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, WITHOUT_MARKS, launches_of
 from kvbm_cli.profile.import_text import fenced, read_lines, read_text, variables_of
 from kvbm_cli.profile.import_yaml import read_yaml
 from kvbm_cli.system.filesystem import write_new
@@ -127,10 +127,8 @@ def _launches_of(text: str) -> list[Launch]:
     found: list[Launch] = []
     problem: ProfileError | None = None
     exported: dict[str, Word] = {}
-    spent = 0
-    for block, line in fenced(text):
+    for block, line in fenced(text, exported):
         try:
-            spent = CommandText(exported, spent=spent).spent  # each block has the variables of those above it
             found += _of_block(block, line, exported)
         except ProfileError as error:  # another language
             problem = problem or error

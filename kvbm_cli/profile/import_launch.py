@@ -50,15 +50,6 @@ _MODEL = re.compile(r"(?!/(?:usr|bin|sbin|opt)/|[\w./-]*\.(?:sh|py)$)[\w.~-]*/[\
 _ONLY_OF_VLLM = re.compile(r"--(?:max[-_]model[-_]len|gpu[-_]memory[-_]utilization)(?:=.*)?", re.DOTALL)
 _SINGULARITY = frozenset({"singularity", "apptainer"})
 _TOOLS = _SINGULARITY | {"docker", "podman", "nerdctl"}
-_ALONE = re.compile(  # options of `docker run` and tools like it; behind all others is a value
-    r"--(?:detach|init|interactive|privileged|quiet|read-only|rm|tty|publish-all|no-\w+|replace|oom-kill-disable"
-    r"|sig-proxy|rmi|tls-verify|disable-\w+)|-[ditqPC]+|-"
-)
-_ALONE_OF_SINGULARITY = re.compile(
-    r"--(?:nv|nvccli|rocm|cleanenv|contain|containall|writable|writable-tmpfs|compat|fakeroot|userns|uts|ipc|pid|net"
-    r"|keep-privs|underlay|unsquash|allow-setuid|disable-cache|docker-login|passphrase|sharens|oom-kill-disable"
-    r"|no-(?!mount)\w+)|-[acCefinpsuwx]+|-"
-)
 _CLEANS = re.compile(r"--(?:cleanenv|containall|compat)|-[acfinpsuwx]*+[eC][acCefinpsuwx]*+")  # no variable gets in
 _VALUE = re.compile(r"(--[^=]+|-[ditqPC]*[a-zA-Z])=?(.*)", re.DOTALL)  # of another option
 _OF_SINGULARITY = re.compile("(?:SINGULARITY|APPTAINER)ENV_")  # variables that become some of the container
@@ -165,7 +156,8 @@ def contained(words: Sequence[Word]) -> Container | None:
         return None
     verb, at = words[at], at + 1
     is_singularity = words[tool].rpartition("/")[2] in _SINGULARITY
-    alone = _ALONE_OF_SINGULARITY if is_singularity else _ALONE
+    of_tool = table("alone")["singularity" if is_singularity else "docker"]
+    alone = re.compile(rf"--(?:{'|'.join(of_tool['long'].split())})|-[{of_tool['short']}]+|-")
     given: dict[str, Word] = {}
     left: list[Left] = []
     entry: list[Word] = []

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, parse_document, plain_scalar, plain_values
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.findings import remove_mistaken
+from kvbm.config.findings import remove
 from kvbm.config.flags import flag_name
 from kvbm.config.interpolation import is_interpolated
 from kvbm.config.layers import ARGUMENTS, merge
@@ -201,8 +201,11 @@ class Imported:
         return [f"{first} (line {self.launch.line}).", f"The others: {names}{more}. `--select NAME` chooses one."]
 
     def notes(self) -> list[str]:
-        """Return what the profile does not have, each with the reason. It is listed on the terminal."""
-        return [*self.missing, *(f"not carried over: {one.text()}" for one in self.left)]
+        """Return what the profile does not have, each with the reason. It is listed on the terminal. A command of one
+        line needs no line."""
+        is_one_line = self.name == COMMAND and all(one.line <= 1 for one in self.left)
+        left = [replace(one, line=0) for one in self.left] if is_one_line else self.left
+        return [*self.missing, *(f"not carried over: {one.text()}" for one in left)]
 
     def put(self, key: str, value: object, text: str = "", line: int = 0) -> None:
         """Set a key. Its comment is the text and the line."""
@@ -216,7 +219,7 @@ class Imported:
         for depth in range(1, len(names)):
             holder = entry_at(self.document, names[:depth])
             if holder is not None and holder.section is None:
-                remove_mistaken(self.document, [Mistake("", "", key=".".join(names[:depth]))])
+                remove(self.document, names[:depth])
         before = entry_at(self.document, names)
         if entry.section is not None and before is not None:  # two flags set one section
             entry = replace(entry, value={**(before.section or {}), **entry.section})
@@ -254,7 +257,7 @@ class Imported:
         """Remove the flag, whose value is not known."""
         name = names_of(self.engine).get(name, name)
         self.unknown_flags.add(name)
-        remove_mistaken(self.document, [Mistake("", "", key=_KEYS.get(name, f"{ARGUMENTS}{name}"))])
+        remove(self.document, _KEYS.get(name, f"{ARGUMENTS}{name}").split("."))
 
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
@@ -341,7 +344,7 @@ class Imported:
         entry = entry_at(self.document, ("engine", "arguments", _TRANSFER))
         if entry is None:
             return
-        remove_mistaken(self.document, [Mistake("", "", key=f"{ARGUMENTS}{_TRANSFER}")])
+        remove(self.document, f"{ARGUMENTS}{_TRANSFER}".split("."))
         line = entry.source.line or 0
         value = entry.value if entry.section is None else plain_values(entry.section)
         self.connector = value
@@ -469,7 +472,7 @@ class Imported:
             return False
         entry = entry_at(self.document, mistake.key.split("."))
         source = entry.source if entry is not None else Source("", "")
-        if not remove_mistaken(self.document, [mistake]):
+        if not remove(self.document, mistake.key.split(".")):
             return False
         self.leave(source.text or mistake.key.removeprefix(ARGUMENTS), _reason(mistake), source.line or 0)
         return True

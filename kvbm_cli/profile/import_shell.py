@@ -86,6 +86,17 @@ def finished(word: Word) -> Word:
     return Word(_MARKED.sub(r"\1", word), word.line, unknown=found[1], is_plain=word.is_plain)
 
 
+def characters_of(variables: Mapping[str, Word]) -> int:
+    return sum(len(name) + len(word) for name, word in variables.items())
+
+
+def require_few(characters: int) -> int:
+    """Return how many characters variables have and insert. ProfileError for too many."""
+    if characters > MAX_INSERTED:
+        raise ProfileError(f"variables insert more than {MAX_INSERTED >> 10} KiB of text")
+    return characters
+
+
 def inserted(word: Word) -> Word:
     """Return the word with its variables inserted, as Compose does: `$$` is one `$`."""
     text = CommandText().quoted(word.replace("\\", "\\\\").replace("$$", "\\$"))
@@ -112,11 +123,10 @@ class CommandText:
         self.launches: list[Launch] = []
         self.left: dict[str, Left] = {}
         self.documents: list[HereDocument] = []
-        self.spent = spent  # characters that variables inserted, and those of the variables that it is given
+        self.spent = require_few(spent + characters_of(environment or {}))  # with what variables insert
         self.depth = depth  # texts around this one
         self.open_conditions = 0
         self.exports_all = False  # `set -a`
-        self._count(sum(len(name) + len(word) for name, word in (environment or {}).items()))
 
     def read(self, text: str, line: int) -> None:
         """Find the engines that the text starts; those of here documents are read if there is no other."""
@@ -243,9 +253,7 @@ class CommandText:
         return list(value)
 
     def _count(self, spent: int) -> None:
-        self.spent += spent
-        if self.spent > MAX_INSERTED:
-            raise ProfileError(f"variables insert more than {MAX_INSERTED >> 10} KiB of text")
+        self.spent = require_few(self.spent + spent)
 
     def _command(self, words: list[Word], *, is_conditional: bool) -> None:
         assigned: dict[str, Word] = {}

@@ -10,17 +10,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from kvbm_cli.profile.import_launch import NOT_SHOWN, START_OF_LINE, STARTS_IN_LISTS, Launch, Left, Word, exports
-from kvbm_cli.profile.import_shell import MAX_LAUNCHES, CommandText, OpenQuote, finished, marked
+from kvbm_cli.profile.import_shell import (
+    MAX_LAUNCHES,
+    CommandText,
+    OpenQuote,
+    characters_of,
+    finished,
+    marked,
+    require_few,
+)
 
 _FENCE = re.compile(r"[ \t>]*(```+|~~~+)")
 _INSTRUCTION = re.compile(r"^[ \t]*([A-Z]+)[ \t]+((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)  # of a Dockerfile
 _COMMENTS = re.compile(r"\\\n(?:[ \t]*(?:#[^\n]*)?\n)+")  # between the lines of an instruction
 _PAIR = re.compile(r"(\w+)[ \t]+(.*)", re.DOTALL)  # of ENV
 _QUOTE = re.compile(r"(?<!\\)['\"]")
-_UNIT = re.compile(r"^ExecStart\w*=(?:[^\\\n]|\\.)*", re.MULTILINE | re.DOTALL)  # a line of a unit of systemd
-_APOSTROPHE = re.compile(  # in a word; not in double quotes, which may be open
-    r"\"(?:\\.|[^\"\\])*(?:\"|\\?\Z)|(?<=\w)'(?=\w)", re.DOTALL
-)
 _AS_SHELL = tuple(  # a prompt, a unit of systemd
     (re.compile(pattern, re.MULTILINE), instead)
     for pattern, instead in (
@@ -45,8 +49,9 @@ _OF_PYTHON = re.compile(r"(?<![-\w.])env(?=\s*=[^=])|\bos\.environ(?=\[)")  # va
 _ENV_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=\s*(?:(['\"])(.*)\2\s*(?:#.*)?|(.*?)(?:\s#.*|\s*))")
 
 
-def fenced(text: str, line: int = 1) -> list[tuple[str, int]]:
-    """Return the blocks of code of a page of Markdown, or else the text, with their first lines."""
+def fenced(text: str, exported: Mapping[str, Word], line: int = 1) -> Iterator[tuple[str, int]]:
+    """Yield the blocks of code of a page of Markdown, or else the text, with their first lines. Each block has the
+    variables `exported` of those above it. ProfileError if these are too many."""
     found: list[tuple[str, int]] = []
     fence, first = "", 0
     lines = text.split("\n")
@@ -57,16 +62,17 @@ def fenced(text: str, line: int = 1) -> list[tuple[str, int]]:
         elif match is not None and match[1].startswith(fence):
             found.append(("\n".join(lines[first:at]), line + first))
             fence = ""
-    return found or [(text, line)]
+    spent = 0
+    for block in found or [(text, line)]:
+        spent = require_few(spent + characters_of(exported))
+        yield block
 
 
 def read_page(text: Word, environment: Mapping[str, Word]) -> list[Launch]:
     """Return every start of an engine in the scripts of a text."""
-    exported, spent, found = dict(environment), 0, list[Launch]()
-    for one, line in fenced(text, text.line):
-        spent = CommandText(exported, spent=spent).spent  # each block has the variables of those above it
-        found += read_text(one, line, exported).results()
-    return found
+    exported = dict(environment)
+    blocks = fenced(text, exported, text.line)
+    return [found for one, line in blocks for found in read_text(one, line, exported).results()]
 
 
 def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
@@ -78,7 +84,7 @@ def read_text(text: str, line: int, exported: dict[str, Word]) -> CommandText:
     if of_image is not None and of_image.launches:
         return of_image
     given = exported if of_image is None else exported | of_image.environment()
-    as_shell = _UNIT.sub(_with_apostrophes, text)
+    as_shell = text
     for pattern, instead in _AS_SHELL:
         as_shell = pattern.sub(instead, as_shell)
     found = CommandText(given)
@@ -107,13 +113,6 @@ def _slurm_variables(text: str, line: int) -> Iterator[tuple[Word, Word | None]]
             yield from exports(CommandText().words(one.removeprefix("#SBATCH"), at))
         elif one.strip() and not one.startswith("#"):
             return
-
-
-def _with_apostrophes(found: re.Match[str]) -> str:
-    """Return a command of systemd with escapes for apostrophes inside of words, if they do not come in pairs."""
-    if found[0].count("'") % 2 == 0:
-        return found[0]
-    return _APOSTROPHE.sub(lambda one: one[0] if one[0] != "'" else "\\'", found[0])
 
 
 def read_lines(text: str, line: int, exported: Mapping[str, Word]) -> CommandText:

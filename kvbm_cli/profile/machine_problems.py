@@ -21,7 +21,7 @@ from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm.host.mounts import IN_MEMORY, PSEUDO, mount_of
 from kvbm.sizing import SizeUnknown, Sizing, StateLevel
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.machine_check import Check, Severity, failure, ok, warning
+from kvbm_cli.profile.machine_check import Check, Severity, failure, ok
 from kvbm_cli.profile.preflight import disk_state, metrics_ports
 from kvbm_cli.profile.size import size_key
 from kvbm_cli.profile.state_check import state_findings
@@ -38,8 +38,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HOST_KEY, DIRECTORY_KEY = "tiers.host.capacity", "tiers.disk.directory"
 LEAST_CAPACITY = 1 << 20  # a smaller one holds no block of most models
 ANOTHER_DIRECTORY = f"set `{DIRECTORY_KEY}` to another directory; `kvbm doctor --dir DIR` checks one"
-INTERFACES = Path("/sys/class/net")
-RUNTIMES = ("docker", "br-", "podman", "cni", "nerdctl")  # beginnings of the names of their bridges
 
 
 def problems_here(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True) -> list[Check]:
@@ -173,19 +171,6 @@ def metrics_checks(resolved: ResolvedProfile) -> Iterator[Check]:
         yield Check("metrics", Severity.FAILURE, finding, remedy, key=key)
     else:
         yield ok("metrics", f"port {metrics.port} is free" if metrics.port else "a free port is chosen at start-up")
-    if host in LOOPBACK and (bridges := container_bridges()):
-        finding = f"a Prometheus in a container cannot reach the metrics at {host} (this machine has the container "
-        finding += f"bridge {bridges[0]}): set `metrics.host`, or give the container the network of the host"
-        yield warning("metrics", finding)
-
-
-def container_bridges(interfaces: Path = INTERFACES) -> list[str]:
-    """Return the network bridges of container runtimes, none if they cannot be read."""
-    try:
-        names = sorted(path.name for path in interfaces.iterdir() if (path / "bridge").is_dir())
-    except OSError:
-        return []
-    return [name for name in names if name.startswith(RUNTIMES)]
 
 
 def memory_check(

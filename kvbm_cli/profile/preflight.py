@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,7 @@ def examine_here(
         wrong = state_findings(resolved, StateLevel.MISTAKE)
         mistakes += [resolved.mistake(one.key, one.message, hint=one.hint) for one in wrong]
     if verifies_flags:
-        mistakes += _unknown_arguments(resolved)
+        mistakes += _of_arguments(resolved, kind_of(resolved.profile).unknown_arguments(resolved.profile))
     mistakes += [*_wrong_program(resolved), *_wrong_address(resolved, "server.host", OWN_ADDRESS)]
     if has_cache:
         mistakes += [*unstorable_arguments(resolved), *_wrong_metrics(resolved), *_wrong_directories(resolved)]
@@ -89,16 +89,13 @@ def _wrong_program(resolved: ResolvedProfile) -> Iterator[ProfileError]:
         yield resolved.mistake("engine.python", f"`engine.python`: `{python}` is not an executable", hint=hint)
 
 
-def _unknown_arguments(resolved: ResolvedProfile) -> Iterator[ProfileError]:
-    """Yield the arguments that the engine in the profile's interpreter does not have."""
-    for name, message, hint in kind_of(resolved.profile).unknown_arguments(resolved.profile):
-        yield resolved.mistake(f"engine.arguments.{name}", message, hint=hint)
+def unstorable_arguments(resolved: ResolvedProfile) -> list[ProfileError]:
+    """Return the arguments of an engine with which kvbm cannot keep its blocks."""
+    return _of_arguments(resolved, kind_of(resolved.profile).unstorable_arguments(resolved.profile))
 
 
-def unstorable_arguments(resolved: ResolvedProfile) -> Iterator[ProfileError]:
-    """Yield the arguments of an engine with which kvbm cannot keep its blocks."""
-    for name, message, hint in kind_of(resolved.profile).unstorable_arguments(resolved.profile):
-        yield resolved.mistake(f"engine.arguments.{name}", message, hint=hint)
+def _of_arguments(resolved: ResolvedProfile, found: Iterable[tuple[str, str, str | None]]) -> list[ProfileError]:
+    return [resolved.mistake(f"engine.arguments.{name}", message, hint=hint) for name, message, hint in found]
 
 
 def _wrong_address(resolved: ResolvedProfile, key: str, hint: str) -> Iterator[ProfileError]:

@@ -15,7 +15,7 @@ from kvbm.engines.model_facts import config_file
 from kvbm.engines.table import cpu_of, kind_of, size
 from kvbm.errors import ProfileError
 from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted
-from kvbm_cli.profile.auto_capacity import with_capacities
+from kvbm_cli.profile.auto_capacity import is_all_to_spare, with_capacities
 from kvbm_cli.profile.machine_check import Check, Severity
 from kvbm_cli.terminal.console import noted, table
 from kvbm_cli.terminal.quantities import counted
@@ -32,13 +32,14 @@ _TO_SPARE = {"G2": "free memory", "G3": "free space on the disk"}  # for a large
 def order_checks(resolved: ResolvedProfile, sizing: Sizing) -> list[Check]:
     """Return a check for each tier that adds little: it is smaller than the one above it, or, with states, than a
     sequence."""
+    resolved = with_capacities(resolved)
     smaller = (
         _too_small(
             lower,
             f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
             "so it adds little",
             upper.token_count / max(1, lower.token_count),
-            f"lower {above}, or {_TO_SPARE[below]}" if _is_chosen(resolved, below) else None,
+            _instead(resolved, below, f"lower {above}, or "),
         )
         for (above, upper), (below, lower) in pairwise(tiers_of(resolved, sizing).items())
         if lower.token_count < upper.token_count and not (below == "G2" and _takes_evicted(resolved.profile, sizing))
@@ -46,17 +47,19 @@ def order_checks(resolved: ResolvedProfile, sizing: Sizing) -> list[Check]:
     return [*smaller, *sequence_checks(resolved, sizing)]
 
 
-def _is_chosen(resolved: ResolvedProfile, name: str) -> bool:
-    """Whether kvbm chooses the size of G2 or G3 (`capacity: auto`), or has chosen it."""
-    tier = resolved.profile.tiers.host if name == "G2" else resolved.profile.tiers.disk
-    return name in resolved.chosen or (tier is not None and tier.is_auto)
+def _instead(resolved: ResolvedProfile, name: str, first: str = "") -> str | None:
+    """Return what to do where kvbm chose the size of G2 or G3 (`capacity: auto`), None where the profile sets it."""
+    if (reason := resolved.chosen.get(name)) is None:
+        return None
+    if is_all_to_spare(reason):
+        return f"this machine can spare no more; {first}{_TO_SPARE[name]}"
+    return f"{name} auto: {reason}"
 
 
 def _too_small(tier: TierSize, finding: str, factor: float, instead: str | None) -> Check:
-    """Return the check of a tier that must be larger by this factor. `instead` is what to do where kvbm chose all that
-    the machine can spare, None where the profile sets the size."""
+    """Return the check of a tier that must be larger by this factor, if its size can be set."""
     if instead is not None:
-        return Check("order", Severity.STRICT, finding, f"this machine can spare no more; {instead}")
+        return Check("order", Severity.STRICT, finding, instead)
     blocks = math.ceil(tier.block_count * factor)
     size = whole_size(math.ceil(tier.total_bytes * blocks / tier.block_count), rounds_up=True)
     value = blocks if tier.set_by.endswith(".blocks") else size
@@ -94,7 +97,7 @@ def sequence_checks(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[Check
             f"G2 holds {counted(host.block_count, 'block')}, fewer than the {blocks_text(sizing)} of a sequence of "
             f"{sizing.sequence_tokens:,} tokens, so no prompt of this length has a hit"
         )
-        instead = _TO_SPARE["G2"] if _is_chosen(resolved, "G2") else None
+        instead = _instead(resolved, "G2")
         yield _too_small(host, finding, sizing.sequence_blocks / host.block_count, instead)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from kvbm.config.document import plain_scalar
-from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.findings import is_within
 from kvbm.config.key_list import Key, keys
 
 WIDTH = 100
@@ -25,24 +25,22 @@ HEAD = """\
 SHORT_HEAD = "# Written by `kvbm profile new`. `kvbm profile show FILE` lists every key.\n"
 
 
-def whole_text(values: Mapping[str, object], *, engine: str) -> str:
-    """Return a profile with `values`, and with every other key of that engine kind as a comment."""
-    lines = [HEAD.rstrip()]
+def profile_text(values: Mapping[str, object], *, engine: str, extends: Sequence[str] = ()) -> str:
+    """Return a profile with `values`, and with every other key of that engine kind as a comment. One that extends other
+    profiles contains only `values`."""
+    known = keys(engine=engine)
+    lines = [f"{SHORT_HEAD}extends: {extends_value(extends)}"] if extends else [HEAD.rstrip()]
     absent = [
         f"tiers.{name}"
         for name in ("host", "disk", "shared")
         if not isinstance(_value(values, f"tiers.{name}"), Mapping)
     ]
-    for key in keys(engine=engine):
-        off = any(key.path == section or key.path.startswith(f"{section}.") for section in absent)
-        lines += _entry(key, values, is_off=off)
+    for key in known:
+        off = any(is_within(key.path, section) for section in absent)
+        lines += _entry(key, values, is_off=off, is_short=bool(extends))
+        if key.path == "engine.arguments":
+            lines += _undeclared_flags({one.path for one in known}, values)
     return "\n".join([*lines, ""])
-
-
-def short_text(values: Mapping[str, object], *, extends: Sequence[str]) -> str:
-    """Return a profile that extends others and contains only `values`."""
-    described = {key.path: key.description for kind in ENGINE_KINDS for key in keys(engine=kind)}
-    return "\n".join([f"{SHORT_HEAD}extends: {extends_value(extends)}", *_section(values, "", described), ""])
 
 
 def extends_value(references: Sequence[str]) -> str:
@@ -50,47 +48,32 @@ def extends_value(references: Sequence[str]) -> str:
     return scalar(list(references) if references[1:] else references[0])
 
 
-def _entry(key: Key, values: Mapping[str, object], *, is_off: bool) -> Iterator[str]:
+def _entry(key: Key, values: Mapping[str, object], *, is_off: bool, is_short: bool) -> Iterator[str]:
+    value = _value(values, key.path)
+    if is_short and value is MISSING:
+        return
     depth = key.path.count(".")
     indent, name = "  " * depth, key.path.rpartition(".")[2]
-    if depth == 0 or key.is_section:
+    is_open = key.is_section and not (is_short and value is None)  # its keys follow
+    if depth == 0 or (is_open and not is_short):
         yield ""
-    for line in textwrap.wrap(key.description, WIDTH - len(indent) - 2, break_on_hyphens=False):
+    about = "" if is_open and is_short else key.description
+    for line in textwrap.wrap(about, WIDTH - len(indent) - 2, break_on_hyphens=False):
         yield f"{indent}# {line}"
-    if key.is_section:
+    if is_open:
         yield f"{indent}{'#' if is_off else ''}{name}:"
-        if key.path == "engine.arguments":
-            yield from _undeclared_flags(key, values)
-    elif (value := _value(values, key.path)) is not MISSING:
+    elif value is not MISSING:
         yield from _written(name, value, indent)
     else:
         yield f"{indent}#{name}: {_default(key)}".rstrip()
 
 
-def _undeclared_flags(section: Key, values: Mapping[str, object]) -> Iterator[str]:
-    """Return flags that the schema does not declare."""
-    known = {key.path for kind in ENGINE_KINDS for key in keys(engine=kind)}
-    given = _value(values, section.path)
+def _undeclared_flags(declared: Set[str], values: Mapping[str, object]) -> Iterator[str]:
+    """Yield flags that the schema does not declare."""
+    given = _value(values, "engine.arguments")
     for name, value in given.items() if isinstance(given, Mapping) else ():
-        if f"{section.path}.{name}" not in known:
+        if f"engine.arguments.{name}" not in declared:
             yield from _written(name, value, "    ")
-
-
-def _section(values: Mapping[str, object], prefix: str, described: Mapping[str, str]) -> Iterator[str]:
-    indent = "  " * prefix.count(".")
-    order = list(described)
-    known = [name for path in order if (name := path.removeprefix(prefix)) in values and path == f"{prefix}{name}"]
-    for name in [*known, *(name for name in values if name not in known)]:
-        path, value = f"{prefix}{name}", values[name]
-        if not prefix:
-            yield ""
-        if isinstance(value, dict) and path in described:
-            yield f"{indent}{name}:"
-            yield from _section(value, f"{path}.", described)
-        else:
-            about = described.get(path, "")
-            yield from (f"{indent}# {line}" for line in textwrap.wrap(about, WIDTH - len(indent) - 2))
-            yield from _written(name, value, indent)
 
 
 def _written(name: str, value: object, indent: str) -> Iterator[str]:

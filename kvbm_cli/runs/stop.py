@@ -26,7 +26,7 @@ from kvbm_cli.runs.locks import locked
 from kvbm_cli.runs.run_directory import LOCK, EngineRun, Runs, UnreadableRun, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.open_files import files_by_writer
-from kvbm_cli.system.process_identity import ProcessIdentity, descendants
+from kvbm_cli.system.process_identity import descendants
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import show_kvbm_error, show_warning
@@ -73,10 +73,14 @@ def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as
     """Return the exit code. What cannot be stopped is named, and the rest is stopped. Raises UsageError if `reference`
     is ambiguous."""
     runs, unreadable = _select(Runs.of_user(), reference, every=every)
-    problems: Problems = {}
-    visible = [run for run in runs if _is_visible(run, problems)]
-    found = [run for run in unreadable if _is_stoppable(run, problems)]
-    stopped = _stop(visible, found, timeout_s, problems)
+    selected: list[EngineRun | UnreadableRun] = [*runs, *unreadable]
+    problems = {run.name: why for run in selected if (why := _obstacle(run)) is not None}
+    stopped = _stop(
+        [run for run in runs if run.name not in problems],
+        [run for run in unreadable if run.name not in problems],
+        timeout_s,
+        problems,
+    )
     left = _left(reference, 0.0 if problems else LINGER_S)
     if not (runs or unreadable or left):
         print_note(f"{reference} has already ended" if reference is not None else "no engine is running")
@@ -144,27 +148,20 @@ def _left_processes(reference: str | None) -> dict[str, set[int]]:
     return {name: pids - others for name, pids in found.items() if pids - others}
 
 
-def _is_visible(run: EngineRun, problems: Problems) -> bool:
-    if run.is_elsewhere:
-        problems[run.name] = _elsewhere(run.name, run.launcher)
-    return not run.is_elsewhere
-
-
-def _elsewhere(name: str, launcher: ProcessIdentity) -> EnvironmentProblem:
-    message = f"`{name}` runs on {launcher.host} or in another container"
-    return EnvironmentProblem(message, hint=f"run `kvbm stop {shlex.quote(name)}` there")
-
-
-def _is_stoppable(run: UnreadableRun, problems: Problems) -> bool:
-    """Whether its launcher is known: it holds the lock that names it. Otherwise notes why it is not."""
-    if run.has_launcher and run.launcher is not None and run.launcher.is_alive():
-        return True
-    if run.launcher is not None and not run.launcher.is_here():
-        problems[run.name] = _elsewhere(run.name, run.launcher)
-    else:
-        hint = "find its launcher with `pgrep -af 'kvbm serve'`, and stop it with `kill PID`"
-        problems[run.name] = EnvironmentProblem(f"cannot stop `{run.name}`: {run.problem()}", hint=hint)
-    return False
+def _obstacle(run: EngineRun | UnreadableRun) -> EnvironmentProblem | None:
+    """Return why a run cannot be stopped from here. The launcher of one that cannot be read must hold the lock that
+    names it."""
+    launcher = run.launcher
+    if isinstance(run, EngineRun) and not run.is_elsewhere:
+        return None
+    if launcher is not None and not launcher.is_here():
+        message = f"`{run.name}` runs on {launcher.host} or in another container"
+        return EnvironmentProblem(message, hint=f"run `kvbm stop {shlex.quote(run.name)}` there")
+    assert isinstance(run, UnreadableRun), "a run that is elsewhere has its launcher there"
+    if run.has_launcher and launcher is not None and launcher.is_alive():
+        return None
+    hint = "find its launcher with `pgrep -af 'kvbm serve'`, and stop it with `kill PID`"
+    return EnvironmentProblem(f"cannot stop `{run.name}`: {run.problem()}", hint=hint)
 
 
 def _stop(

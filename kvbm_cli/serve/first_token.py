@@ -12,6 +12,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan
@@ -35,55 +36,39 @@ def wait_first_token(
 
     Raises EngineError as soon as the engine has ended or failed, or `timeout_s` after its start; then it is killed.
     """
-    token = FirstToken(engine.plan)
+    answers: SimpleQueue[HttpAnswer] = SimpleQueue()
+    started, answer = time.monotonic(), HttpAnswer()
+    _ask(engine.plan, answers)
     while engine.poll() is None:
-        answer = token.poll()
-        if answer is not None and answer.status < 400:
-            return None
-        if answer is not None and answer.status < 500:
-            return f"{answer.status}: {answer.error()}"
-        if answer is not None:
+        if not answers.empty():
+            answer = answers.get()
             said = f"{answer.status}: {answer.error()}"
-            hint = f"see the whole log with `less {shlex.quote(str(engine.log_path))}`"
-            raise engine.late_error(f"the engine is healthy, but its first answer is an error\n  {said}", hint=hint)
+            if answer.status in NOT_NOW:
+                _ask(engine.plan, answers)
+            elif answer.status < 500:
+                return None if answer.status < 400 else said
+            else:
+                hint = f"see the whole log with `less {shlex.quote(str(engine.log_path))}`"
+                message = f"the engine is healthy, but its first answer is an error\n  {said}"
+                raise engine.late_error(message, hint=hint)
         if engine.elapsed_s > timeout_s:
-            raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {token.waited_for()}")
+            last = f"; its last answer: {answer.status}: {answer.error()}" if answer.status else ""
+            waited = f"it is healthy, but has generated no token for {time.monotonic() - started:.0f} s{last}"
+            raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {waited}")
         on_progress(PHASE)
         time.sleep(POLL_S)
     raise engine.ended_error("the engine exited before its first token")
 
 
-class FirstToken:
-    """Requests a completion of one token, immediately."""
+def _ask(plan: LaunchPlan, answers: SimpleQueue[HttpAnswer]) -> None:
+    """Request a completion of one token, from a thread."""
+    content = {"model": plan.model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    url, headers = f"{plan.base_url}/v1/completions", _authorization(plan)
 
-    def __init__(self, plan: LaunchPlan) -> None:
-        self._plan = plan
-        self._started = time.monotonic()
-        self._answer = HttpAnswer()
-        self._thread = self._start()
+    def send() -> None:
+        answers.put(request("POST", url, content=content, headers=headers, timeout_s=None))
 
-    def poll(self) -> HttpAnswer | None:
-        """Return the answer, None while there is none. Repeats a request that the engine refused temporarily."""
-        if self._thread.is_alive():
-            return None
-        if self._answer.status in NOT_NOW:
-            self._thread = self._start()
-            return None
-        return self._answer
-
-    def waited_for(self) -> str:
-        last = f"; its last answer: {self._answer.status}: {self._answer.error()}" if self._answer.status else ""
-        return f"it is healthy, but has generated no token for {time.monotonic() - self._started:.0f} s{last}"
-
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._send, name="first token", daemon=True)
-        thread.start()
-        return thread
-
-    def _send(self) -> None:
-        content = {"model": self._plan.model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
-        url = f"{self._plan.base_url}/v1/completions"
-        self._answer = request("POST", url, content=content, headers=_authorization(self._plan), timeout_s=None)
+    threading.Thread(target=send, name="first token", daemon=True).start()
 
 
 def _authorization(plan: LaunchPlan) -> dict[str, str]:

@@ -141,11 +141,17 @@ def _watch(
     signals: _Signals,
     background: Background | None,
 ) -> int:
-    """Return the exit code of an engine that was stopped. Releases the background when its output is printed."""
-    record = _Record(run, display)
+    """Return the exit code of an engine that was stopped. Releases the background when its output is printed. Keeps the
+    run directory up to date, and reports each failure once."""
+    next_s, warned = 0.0, set[str]()
     while (code := engine.poll()) is None:
         _record_processes(run, engine)
-        record.restore()
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + RESTORE_S
+            run.restore()
+            for name in run.problems.keys() - warned:
+                display.note(warning_text(f"{run.problems[name]}; the engine continues, but {EFFECTS[name]}"))
+            warned = set(run.problems)
         _forward_signals(display, signals, engine)
         has_printed = display.has_printed()
         display.raise_failure()
@@ -156,26 +162,6 @@ def _watch(
     if not signals.received:
         raise engine.ended_error("the engine exited unexpectedly")
     return code
-
-
-class _Record:
-    """Keeps the run directory up to date while the engine runs, and reports each failure once."""
-
-    def __init__(self, run: RunDirectory, display: ServeDisplay) -> None:
-        self._run = run
-        self._display = display
-        self._next_s = 0.0
-        self._warned: set[str] = set()
-
-    def restore(self) -> None:
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + RESTORE_S
-        self._run.restore()
-        for name in self._run.problems.keys() - self._warned:
-            text = f"{self._run.problems[name]}; the engine continues, but {EFFECTS[name]}"
-            self._display.note(warning_text(text))
-        self._warned = set(self._run.problems)
 
 
 def _forward_signals(display: ServeDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:

@@ -79,11 +79,13 @@ def plan_text(served: ServedProfile, launch_plan: LaunchPlan) -> str:
     address = launch_plan.base_url if not launch_plan.base_url.endswith(":0") else "a free port, chosen at the start"
     dtype = f" in {engine.arguments.dtype}" if engine.arguments.dtype else ""
     blocks = "" if isinstance(sizing, Exception) else f"; {block_line(sizing)}"
+    wanted = resolved.profile.disaggregated
+    pair = f"{wanted.prefill} for prefill, each with the tiers below; {wanted.decode} for decode, with G1 only"
     lines = [
         f"profile  {resolved.name} ({resolved.place})",
         f"engine   {engine.kind}, {engine.model}{dtype}{blocks}",
         *(["cache    none: this is the baseline"] if served.is_baseline else []),
-        *_disaggregated_line(served),
+        *([f"engines  {pair}"] if wanted.is_enabled else []),
         f"server   {address}",
         *(f"note     {note}" for note in ([] if served.is_baseline else state_notes(resolved))),
     ]
@@ -91,9 +93,3 @@ def plan_text(served: ServedProfile, launch_plan: LaunchPlan) -> str:
     if isinstance(sizing, Exception):
         return "\n".join([*lines, f"sizes    {sizing}", *chosen])
     return "\n".join([*lines, "", tier_table(resolved, sizing, has_cache=not served.is_baseline), *chosen])
-
-
-def _disaggregated_line(served: ServedProfile) -> list[str]:
-    wanted = served.profile.disaggregated
-    text = f"engines  {wanted.prefill} for prefill, each with the tiers below; {wanted.decode} for decode, with G1 only"
-    return [text] if wanted.is_enabled else []

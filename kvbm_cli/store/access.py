@@ -50,9 +50,7 @@ class StoreAccess(Protocol):
         """Return the whole object or its first bytes."""
         ...
 
-    def write(self, key: str, content: bytes, *, creates: bool = False) -> bool:
-        """Write an object. With `creates`, return False if there is one, or if the store cannot tell."""
-        ...
+    def write(self, key: str, content: bytes) -> None: ...
 
     def delete(self, keys: Sequence[str], note: NoteLeftOut) -> list[str]:
         """Delete objects; one that is missing is ignored. Return the keys that remain, after a note for each."""

@@ -54,6 +54,18 @@ class CacheFacts:
     def facts(self) -> Mapping[str, object]:
         return {} if self.superblock is None else self.superblock.facts
 
+    @property
+    def model(self) -> str | None:
+        model = self.facts.get("model")
+        return None if model is None else str(model)
+
+    @property
+    def byte_count(self) -> int | None:
+        """Bytes of its blocks, None if unknown."""
+        if self.superblock is None or self.block_count is None:
+            return None
+        return self.block_count * self.superblock.payload_bytes
+
 
 def list_caches(directory: Path, skipped: list[Skipped] | None = None) -> list[CacheFacts]:
     """Return all instances, most recently used first, and append to `skipped`. Read-only."""

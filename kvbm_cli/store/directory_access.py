@@ -60,10 +60,10 @@ class DirectoryAccess:
                 left -= len(part)
         return b"".join(parts)
 
-    def write(self, key: str, content: bytes, *, creates: bool = False) -> bool:
+    def write(self, key: str, content: bytes) -> None:
         with Tree.open(self._root) as root:
             root.make_directories(key.rpartition("/")[0])
-            return write_file(root, key, [content], creates=creates)
+            write_file(root, key, [content], creates=False)
 
     def delete(self, keys: Sequence[str], note: NoteLeftOut) -> list[str]:
         remaining = []

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvbm.tiers.shared.stores.obstore import create, translated
+from kvbm.tiers.shared.stores.obstore import translated
 from kvbm_cli.store.access import FoundObject, NoteLeftOut
 
 DELETED_AT_ONCE = 1000
@@ -46,14 +46,11 @@ class ObstoreAccess:
                 return bytes(obstore.get(self._store, key).bytes())
             return bytes(obstore.get_range(self._store, key, start=0, end=byte_count))
 
-    def write(self, key: str, content: bytes, *, creates: bool = False) -> bool:
+    def write(self, key: str, content: bytes) -> None:
         import obstore
 
-        if creates:
-            return create(self._store, key, content)
         with translated():
             obstore.put(self._store, key, content, use_multipart=False)
-        return True
 
     def delete(self, keys: Sequence[str], note: NoteLeftOut) -> list[str]:
         import obstore

@@ -9,13 +9,10 @@ import secrets
 import shlex
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from kvbm.errors import PATH_HINTS, EnvironmentProblem, UsageError, reason_of
-from kvbm.host.tree import Tree
-
-MOST_LEVELS = 100  # of directories that are removed: each holds a descriptor open
+from kvbm_cli.system import leftovers
 
 
 def nearest_existing(directory: Path) -> Path:
@@ -154,9 +151,13 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
         raise
 
 
-def write_new(file: Path, text: str) -> None:
-    """Write a new file completely or not at all. Raises UsageError if it exists, EnvironmentProblem on failure."""
+def write_new(file: Path, text: str, *, replaces: bool = False) -> None:
+    """Write a file completely or not at all. Raises UsageError if it exists and is not replaced, EnvironmentProblem on
+    failure."""
     try:
+        if replaces:
+            write_atomically(file, text)
+            return
         with open(file, "x", encoding="utf-8") as opened:
             try:
                 opened.write(text)
@@ -172,30 +173,12 @@ def write_new(file: Path, text: str) -> None:
 
 
 def remove_tree(path: Path) -> bool:
-    """Remove a directory with all that is in it, except what is mounted there. Return whether nothing is left.
+    """Remove a directory with all that is in it, unless something is mounted there. Return whether nothing is left.
 
     Links in it are removed, and not followed. `path` itself must not be a link.
     """
-    with suppress(OSError), Tree.open(path.parent) as holder:
-        with suppress(OSError), holder.directory(path.name) as directory:
-            _empty(directory, MOST_LEVELS)
-        holder.remove_directory(path.name)
+    leftovers.remove_tree(str(path))
     return not os.path.lexists(path)
-
-
-def _empty(directory: Tree, levels: int) -> None:
-    """Remove what is in a directory, as far as that is possible. Raises OSError if it cannot be read."""
-    with directory.scan() as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_directory in found:
-        with suppress(OSError):
-            if not is_directory:
-                os.unlink(name, dir_fd=directory.descriptor)
-                continue
-            if levels:
-                with directory.directory(name) as inner:
-                    _empty(inner, levels - 1)
-            os.rmdir(name, dir_fd=directory.descriptor)
 
 
 def unsafe_parents(directory: Path) -> Iterator[tuple[Path, str]]:

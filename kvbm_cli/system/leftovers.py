@@ -132,17 +132,17 @@ class Leftovers:
     def _remove_directories(self) -> bool:
         """Retries: FUSE keeps files that a dying process still has open, under other names."""
         deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-        _remove_tree(self.directory)
+        remove_tree(self.directory)
         while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
             time.sleep(REMOVAL_INTERVAL_S)
-            _remove_tree(self.directory)
+            remove_tree(self.directory)
         for parent in self.parents:
             with contextlib.suppress(OSError):  # in use by another process
                 os.rmdir(parent)
         return not is_there
 
 
-def _remove_tree(directory: str) -> None:
+def remove_tree(directory: str) -> None:
     """Remove a directory, as far as that is possible. Leaves it while something is mounted in it: `shutil.rmtree`
     follows no link, but would delete what is mounted."""
     inside = os.path.realpath(directory) + "/"

@@ -27,15 +27,11 @@ def print_note(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def print_question(text: str) -> None:
-    print(printable(text), end="", file=sys.stderr, flush=True)
-
-
 def is_confirmed(question: str) -> bool:
     """Asks on the terminal. UsageError if there is none."""
     if not sys.stdin.isatty():
         raise UsageError("cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
-    print_question(f"{question} [y/N] ")
+    print(printable(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

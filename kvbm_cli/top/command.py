@@ -77,32 +77,26 @@ def _live(engines: EngineReader, title: str, interval_s: float) -> int:
                 found = engines.read()
                 next_s = max(next_s + interval_s, time.monotonic())
             live.update(drawn(), refresh=True)
-            for key in keys.wait(max(0.05, min(interval_s, next_s - time.monotonic()))):
+            for key in _pressed(keys, max(0.05, min(interval_s, next_s - time.monotonic()))):
                 if key in QUIT:
                     return 0
                 view.press(key)
     return 0
 
 
-class _Keys:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-
-    def wait(self, seconds: float) -> str:
-        """Return the keys that were pressed, at the latest after this time."""
-        ready = self._poll.poll(1000 * seconds)
-        return os.read(self._descriptor, KEY_BYTES).decode(errors="replace") or "q" if ready else ""
+def _pressed(descriptor: int, seconds: float) -> str:
+    """Return the keys that were pressed, at the latest after this time; q if the terminal is gone."""
+    ready, _, _ = select.select([descriptor], [], [], seconds)
+    return os.read(descriptor, KEY_BYTES).decode(errors="replace") or "q" if ready else ""
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[_Keys]:
+def _keys() -> Iterator[int]:
     """Let each key arrive at once and without an echo; restore the terminal at the end."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield _Keys(descriptor)
+        yield descriptor
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

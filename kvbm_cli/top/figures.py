@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -101,14 +101,7 @@ class Figures:
             "matches_per_s": self.matches_per_s,
             "failed_blocks_per_s": self.failed_blocks_per_s,
             "transfers": [
-                {
-                    "source": source,
-                    "target": target,
-                    "bytes_per_s": one.bytes_per_s,
-                    "p50_s": one.p50_s,
-                    "p99_s": one.p99_s,
-                }
-                for (source, target), one in self.transfers.items()
+                {"source": source, "target": target, **asdict(one)} for (source, target), one in self.transfers.items()
             ],
             "tiers": {name: {"used_bytes": used, "capacity_bytes": all_} for name, (used, all_) in self.tiers.items()},
             "queues": {name: {"blocks": blocks, "oldest_s": age} for name, (blocks, age) in self.queues.items()},

@@ -144,13 +144,9 @@ def comparison(*compare: str) -> Comparison:
     return comparison_of(("demo",), (), compare)
 
 
-def setup_for(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:
-    # The command's own step: what is public of it measures at once.
-    return command._setup(comparison, cells)
-
-
 def setup_of(*workloads: Workload, compare: Sequence[str] = ()) -> Setup:
-    return setup_for(comparison(*compare), tuple(Cell(one.name, one) for one in workloads or (WORKLOAD,)))
+    cells = tuple(Cell(one.name, one) for one in workloads or (WORKLOAD,))
+    return Setup(comparison(*compare), cells)
 
 
 def measure(

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench_rig import WORKLOAD, comparison, in_turn, setup_for
+from bench_rig import WORKLOAD, comparison, in_turn
 
 from kvbm_cli.bench.cells import Cell, Sweep, script_of
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SUMMARY, BenchDirectory, run_name
@@ -201,7 +201,7 @@ def plan_of(workload: Workload, launches: Launches | None = None, *, seed: int =
 
 @cache
 def _setup(cells: tuple[Cell, ...], compare: tuple[str, ...]) -> Setup:
-    return setup_for(comparison(*compare), cells)
+    return Setup(comparison(*compare), cells)
 
 
 @dataclass
@@ -335,6 +335,15 @@ SAMPLE = {
 }
 
 
+WITHOUT_METRICS = {
+    "samples": 0,
+    "prompt_tokens": None,
+    "gpu": [],
+    "caveats": ["the engine has no metrics"],
+    "peaks": {},
+}
+
+
 def write_sample(
     directory: Path,
     *,
@@ -357,61 +366,31 @@ def write_sample(
     ]
     found = Experiment({arm: SAMPLE[arm] for arm in arms}, cells)
     for run in found.runs.values():
-        run.facts["server"] = _server(samples_of(run.records) if server_metrics else [])
+        run.facts["server"] = _server_of(run.records) if server_metrics else WITHOUT_METRICS
     caveats = [
         "users take turns in a fixed order, which is the worst case for a G1 that is too small",
         "p99 requires 368 samples: it is not reported",
     ]
     found.write(directory, surroundings={**SURROUNDINGS, "command": None}, caveats=caveats)
-    for run in found.runs.values() if server_metrics else ():
-        file = directory / "runs" / run.run / "server-metrics.jsonl"
-        file.parent.mkdir(parents=True)
-        file.write_text("".join(json.dumps(sample) + "\n" for sample in samples_of(run.records)))
     return summary_in(directory)
 
 
-def samples_of(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    """Samples of server metrics, one per second, as an engine counts that answers these requests."""
-    has_kvbm = records[0].arm == "kvbm"
-    waiting = sorted(records, key=lambda one: one.first_token_ms or 0.0, reverse=True)
-    tokens, done, samples = dict.fromkeys(TIERS, 0), 0, []
-    for second in range(int(max(one.end_ms or 0.0 for one in records) / 1000) + 2):
-        while waiting and (waiting[-1].first_token_ms or 0.0) <= second * 1000:
-            one, done = waiting.pop(), done + 1
-            tokens = {tier: count + one.tokens.get(tier, 0) for tier, count in tokens.items()}
-            tokens["computed"] += one.computed_tokens or 0
-        offloaded = tokens["computed"] * 1200 if has_kvbm else 0
-        samples.append(
-            {
-                "t_ms": second * 1000.0,
-                "prompt_tokens": tokens,
-                "onboard": {"bytes": tokens["g2"] * 1200, "blocks": tokens["g2"] // BLOCK, "seconds": done * 0.01},
-                "offload": {"bytes": offloaded, "blocks": offloaded // 19200, "seconds": done * 0.02},
-                "disk": {"read_bytes": tokens["g3"] * 1200, "written_bytes": offloaded // 2},
-                "evictions": max(0, (tokens["computed"] - 20000) // BLOCK),
-                "running": 1,
-                "waiting": 0,
-                "kv_usage": min(1.0, tokens["computed"] / 30000),
-                "rss_bytes": int((1.1 + (0.9 if has_kvbm else 0.0)) * 2**30) + second * 40960,
-                "cpu_s": round(second * 1.3 + done * 0.05, 2),
-                "gpu": [],
-            }
-        )
-    return samples
-
-
-def _server(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """As of an engine without metrics if there are no samples."""
-    if not samples:
-        return {"samples": 0, "prompt_tokens": None, "gpu": [], "caveats": ["the engine has no metrics"], "peaks": {}}
-    last = samples[-1]
+def _server_of(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """What is known of the server after a run, as of an engine that answers these requests and is sampled once a
+    second."""
+    has_kvbm, seconds = records[0].arm == "kvbm", int(max(one.end_ms or 0.0 for one in records) / 1000) + 1
+    tokens = {tier: sum(one.tokens.get(tier, 0) for one in records) for tier in TIERS}
+    written = tokens["computed"] * 600 if has_kvbm else 0
     return {
-        "samples": len(samples),
-        **{name: last[name] for name in ("prompt_tokens", "disk", "evictions", "cpu_s")},
+        "samples": seconds + 1,
+        "prompt_tokens": tokens,
+        "disk": {"read_bytes": tokens["g3"] * 1200, "written_bytes": written},
+        "evictions": max(0, (tokens["computed"] - 20000) // BLOCK),
+        "cpu_s": round(seconds * 1.3 + len(records) * 0.05, 2),
         "energy_j": None,
         "gpu": [],
         "caveats": [],
-        "peaks": {"rss_bytes": max(sample["rss_bytes"] for sample in samples)},
+        "peaks": {"rss_bytes": int((1.1 + (0.9 if has_kvbm else 0.0)) * 2**30) + seconds * 40960},
     }
 
 

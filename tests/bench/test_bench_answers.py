@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from terminal import assert_said, given_in
 
-from kvbm_cli.bench.judge.answers import answers_of, has_counters, judged_arms, transfers_of
+from kvbm_cli.bench.judge.answers import answers_of, judged_arms, transfers_of
 from kvbm_cli.bench.judge.correctness import (
     Answer,
     AnswerDifference,
@@ -130,7 +130,7 @@ def test_transfers_are_proven_by_usage_metrics_or_counters(server, g2, tokens, b
     transfers = transfers_of(runs)
     assert (transfers.loaded_tokens, transfers.onboarded_blocks) == (tokens, blocks)
     assert transfers.are_proven is bool(tokens or blocks)
-    assert has_counters(runs) is known
+    assert transfers_of(runs).are_reported is known
 
 
 MOVED = Transfers(loaded_tokens=4096)

@@ -181,7 +181,7 @@ def test_a_pressure_below_one_still_fits_with_few_large_sessions():
 def test_sessions_that_wait_for_others_are_not_part_of_the_pressure(concurrency, expected):
     schedule = WORKLOAD.schedule.model_copy(update={"interval_s": None, "concurrency": concurrency})
     (cell,) = cells_of([WORKLOAD.model_copy(update={"schedule": schedule})], Pressures((2.0,)), 960)
-    setup = Setup(comparison_of(("demo",), (), ()), (cell,), 1, lambda cell: False)
+    setup = Setup(comparison_of(("demo",), (), ()), (cell,))
     found = [one for one in caveats_of(setup) if "active at a time" in one]
     assert [re.search(r"so the pressure is ([0-9.]+)", one)[1] for one in found] == expected
 

@@ -191,16 +191,16 @@ def test_an_engine_that_answers_no_warm_up_is_an_error_that_names_it(tmp_path):
     assert lines_of(tmp_path) == []
 
 
-def stopped(tmp_path, *, is_tight, pairs):
+def stopped(tmp_path, monkeypatch, *, is_tight, pairs):
     """Runs with a rule of its own for what is tight."""
     setup = setup_of(in_turn(pairs=pairs, interval_s=0.02))
     asked = []
 
-    def rule(cell):
+    def rule(cell, **_):
         asked.append(sum(len(run.records) for run in cell.runs))
         return is_tight
 
-    setup = type(setup)(setup.comparison, setup.cells, setup.seed, rule)
+    monkeypatch.setattr("kvbm_cli.bench.setup.is_cell_tight", rule)
     engines, progress = MockEngines(), SilentProgress()
     with closing(BenchDirectory.create(tmp_path / "run")) as directory:
         run_experiment(setup, engines, directory, progress)
@@ -208,8 +208,8 @@ def stopped(tmp_path, *, is_tight, pairs):
 
 
 @fast
-def test_a_tight_interval_stops_after_two_pairs_and_never_earlier(tmp_path):
-    engines, asked, progress = stopped(tmp_path, is_tight=True, pairs=5)
+def test_a_tight_interval_stops_after_two_pairs_and_never_earlier(tmp_path, monkeypatch):
+    engines, asked, progress = stopped(tmp_path, monkeypatch, is_tight=True, pairs=5)
     assert len(engines.started) == 1 + 2 + 1 + 2
     assert asked == [5 * REQUESTS]
     assert progress.phases[-1] == "small: the interval is tight after 2 pairs"
@@ -217,8 +217,8 @@ def test_a_tight_interval_stops_after_two_pairs_and_never_earlier(tmp_path):
 
 @pytest.mark.soak
 @fast
-def test_all_pairs_run_while_the_interval_is_wide(tmp_path):
-    engines, asked, _ = stopped(tmp_path, is_tight=False, pairs=4)
+def test_all_pairs_run_while_the_interval_is_wide(tmp_path, monkeypatch):
+    engines, asked, _ = stopped(tmp_path, monkeypatch, is_tight=False, pairs=4)
     assert len(engines.started) == 1 + 1 + 4 * 2
     assert asked == [5 * REQUESTS, 7 * REQUESTS]
 

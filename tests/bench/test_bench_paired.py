@@ -210,16 +210,17 @@ def test_one_run_or_a_wide_interval_is_not_tight():
 
 
 def test_noise_is_the_largest_difference_between_runs_of_one_arm():
-    first = {(session, turn): 100.0 + session for session in range(4) for turn in (2, 3)}
-    third = {key: value * 1.1 for key, value in first.items()}
-    noise = noise_of({1: first, 2: {key: value * 1.02 for key, value in first.items()}, 3: third})
+    def pairs(factor: float) -> dict[int, list[tuple[float, float]]]:
+        return {session: [(100.0 + session, factor * (100.0 + session))] * 2 for session in range(4)}
+
+    noise = noise_of({(1, 2): pairs(1.02), (1, 3): pairs(1.1), (2, 3): pairs(1.1 / 1.02)})
     assert noise.source == "baseline, pair 3 against pair 1"
     assert (noise.low, noise.ratio, noise.high) == pytest.approx((1.1, 1.1, 1.1))
 
 
-def test_noise_of_one_run_is_unknown():
-    assert noise_of({1: {(0, 2): 100.0}}) is None
-    assert noise_of({1: {(0, 2): 100.0}, 2: {(1, 2): 100.0}}) is None
+def test_noise_of_runs_without_a_request_in_common_is_unknown():
+    assert noise_of({}) is None
+    assert noise_of({(1, 2): {}}) is None
 
 
 COMMANDS = 20

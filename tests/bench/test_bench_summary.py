@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_rig import WORKLOAD, setup_for
+from bench_rig import WORKLOAD
 from experiments import FASTER, SIX, Experiment, Turns, in_turn, rewrite_lines, summary_in
 from rich.console import Console
 from terminal import assert_entry
@@ -21,7 +21,7 @@ from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.result.results import Results
-from kvbm_cli.bench.setup import caveats_of
+from kvbm_cli.bench.setup import Setup, caveats_of
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary
 from kvbm_cli.bench.workload.slo import Slo
@@ -223,7 +223,7 @@ def load(monkeypatch):
 
 
 def caveats(*compare: str, profiles: Sequence[str] = ("demo",), overrides: Sequence[str] = ()) -> list[str]:
-    return caveats_of(setup_for(comparison_of(profiles, overrides, compare), (Cell("small", WORKLOAD),)))
+    return caveats_of(Setup(comparison_of(profiles, overrides, compare), (Cell("small", WORKLOAD),)))
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,7 @@ def test_a_sample_is_bounded_and_close():
 
 
 def advised(capacities, rates, *, prefill=None, prices=None):
-    request = command.PlanRequest(HEAD, TraceFormat(), (), (LRU, ADAPTIVE), True, bytes_per_token=131072)
-    curve = command.curve_of(capacities, rates, request)
+    curve = command.curve_of(capacities, rates, 512 * 131072)
     return advice.sentences(curve, advice.Prompts(12_000, prefill), prices)
 
 

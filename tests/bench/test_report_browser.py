@@ -8,17 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import SURROUNDINGS, build, write_sample
+from experiments import build, write_sample
 
-from kvbm_cli.bench.find_limit import ArmLimit, FoundLimits
-from kvbm_cli.bench.judge.limit import Bounds, parse_conditions
-from kvbm_cli.bench.result.directory import LIMIT, PROBES, BenchDirectory
-from kvbm_cli.bench.show.limit_page import build_limit_report
 from kvbm_cli.bench.show.page import write_page
 from kvbm_cli.plan.advice import CapacityPlan, Curve, Prompts
 from kvbm_cli.plan.page import page as page_of_plans
@@ -79,24 +74,6 @@ def swept(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     write_sample(directory, sessions=6, turns=3, pairs=1, pressures=(None,), rates=(0.5, 1.0, 2.0))
     return build(directory)
-
-
-@pytest.fixture(scope="module")
-def limit(tmp_path_factory):
-    """The page of a search with two limits: probes around 10 and 20 requests per second."""
-    conditions = parse_conditions("ttft_p90<800ms, itl_p99<60ms")
-    arms = tuple(
-        ArmLimit(arm, Bounds(rate, rate * 1.02), 14, 1680, 0) for arm, rate in (("kvbm", 20), ("baseline", 10))
-    )
-    path = tmp_path_factory.mktemp("run")
-    with closing(BenchDirectory(path)) as directory:
-        directory.write_json(LIMIT, {**FoundLimits(conditions, "small", 120, arms, "kvbm").to_json(), **SURROUNDINGS})
-        for arm in arms:
-            for part in (0.25, 0.5, 1, 1, 1.02, 1.02, 1.1, 1.5, 2, 2):
-                shares = {str(one): max(0.0, 1 - 1 / part) + 0.02 * number for number, one in enumerate(conditions)}
-                found = {"arm": arm.arm, "rate": part * arm.bounds.low, "requests": 120, "exceeded": shares}
-                directory.append(PROBES, {**found, "outcome": "holds" if part <= 1 else "fails"})
-    return build_limit_report(path)
 
 
 class Shown:
@@ -177,20 +154,6 @@ def test_a_sweep_is_drawn(browser, swept, size, scheme):
         shown.page.wait_for_timeout(300)
         shown.assert_drawn(2 + 3 * CHARTS_OF_A_CELL)
         assert (shown.requests, shown.complaints) == ([swept.as_uri()], [])
-
-
-@pytest.mark.parametrize(("size", "scheme"), [(PHONE, "dark"), (DESKTOP, "light")])
-def test_a_limit_is_drawn_and_printed(browser, limit, size, scheme):
-    with Shown(browser, limit, size, color_scheme=scheme).ready() as shown:
-        shown.assert_drawn(2)
-        assert shown.page.locator("h1").inner_text().startswith("kvbm serves 2.00 times the users of baseline")
-        assert not shown.is_too_wide()
-        shown.page.emulate_media(media="print")
-        shown.page.wait_for_timeout(300)
-        shown.assert_drawn(2)
-        fills = shown.on_charts("boxes => boxes.map(box => box.querySelector('svg text').getAttribute('fill'))")
-        assert set(fills) == {"#586271"}
-        assert (shown.requests, shown.complaints) == ([limit.as_uri()], [])
 
 
 def test_selector_and_links_show_one_workload(browser, report):

@@ -15,7 +15,7 @@ from experiments import build, summary_in, write_sample
 from terminal import assert_entry
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.show.elements import distribution, prose, rates, sentence_case, thinned
+from kvbm_cli.bench.show.elements import distribution, prose, sentence_case, thinned
 from kvbm_cli.bench.show.page import LIBRARY
 
 ECHARTS_6_1_0 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
@@ -348,12 +348,3 @@ def test_thinned_points_keep_the_ends_and_a_spike():
     assert 38 <= len(kept) <= 42
     assert kept == sorted(set(kept))
     assert {points[0], points[433], points[-1]} <= set(kept)
-
-
-def test_rates_of_counters_that_appear_late_or_restart():
-    values = [None, None, 10, 30, 5]
-    samples = [{"t_ms": 2000.0 * i, "n": value} for i, value in enumerate(values)]
-    assert rates(samples, "n") == [(2.0, 0.0), (4.0, 5.0), (6.0, 10.0), (8.0, 0.0)]
-    failed = [{**samples[0], "error": "timeout"}, *samples[1:]]
-    assert rates(failed, "n")[0] == (4.0, 5.0)
-    assert rates(samples, "missing") == []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trace_pages import HEAD
 
 from kvbm_cli.bench.trace import command
-from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, collect, notes
+from kvbm_cli.bench.trace.analysis import analyse, collect
 from kvbm_cli.bench.trace.hit_rates import PrefixTree, Simulation, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
@@ -38,16 +38,23 @@ def test_numbers_of_a_small_trace(tmp_path):
         {"timestamp": 1500, "input_length": 4, "hash_ids": [7]},
         block_tokens=4,
     )
-    assert (found.requests, found.sessions, found.largest_turn, found.duration_s) == (3, 3, 1, 2.0)
-    assert (found.prompt.mean, found.prompt.p50, found.prompt.max) == (pytest.approx(23 / 3), 9, 10)
-    assert (found.answer.mean, found.answer.max) == (4, 5)
-    assert (found.unique_blocks, found.unique_tokens, found.block_uses, found.repeated_block_uses) == (5, 15, 7, 2)
-    assert found.shared == (CommonPrefix(tokens=8, requests=2),)
-    assert found.curve.ideal == 8 / 23
+    assert (found["requests"], found["sessions"], found["largest_turn"], found["duration_s"]) == (3, 3, 1, 2.0)
+    prompt, answer = found["prompt_tokens"], found["answer_tokens"]
+    assert (prompt["mean"], prompt["p50"], prompt["max"]) == (pytest.approx(23 / 3), 9, 10)
+    assert (answer["mean"], answer["max"], found["pauses_s"]) == (4, 5, None)
+    blocks = [found[name] for name in ("unique_blocks", "unique_tokens", "block_uses", "repeated_block_uses")]
+    assert blocks == [5, 15, 7, 2]
+    assert found["shared_prefixes"] == [{"tokens": 8, "requests": 2}]
+    assert found["ideal_hit_rate"] == 8 / 23
     # The request at 1500 ms is between the other two, so its 4 tokens are newer than blocks 1 and 2; block 3 is older.
-    assert found.curve.distances == [4 + 4, 4 + 4 + 4]
-    assert found.curve.capacity_for(1) == 12
-    assert notes(found) == []
+    rates = rates_of(found)
+    assert (rates[4 + 4 - 1], rates[4 + 4], rates[4 + 4 + 4 - 1], rates[4 + 4 + 4]) == (0, 4 / 23, 4 / 23, 8 / 23)
+    assert found["capacity_for_share_of_ideal"][-1]["tokens"] == 12
+    assert found["notes"] == []
+
+
+def rates_of(found):
+    return {one["tokens"]: one["hit_rate"] for one in found["curve"]}
 
 
 def test_a_later_turn_adds_to_its_session(tmp_path):
@@ -57,12 +64,13 @@ def test_a_later_turn_adds_to_its_session(tmp_path):
         {"session_id": "b", "input_length": 6, "hash_ids": [1, 2]},
     ]
     added = analysed(tmp_path, *lines, block_tokens=4)
-    assert (added.sessions, added.largest_turn, added.prompt.max) == (2, 2, 6 + 3 + 2)
-    assert added.curve.ideal == ((6 + 3) + 6) / (6 + 11 + 6)
-    assert added.curve.hit_rate(6 + 3) == added.curve.ideal
-    assert added.curve.hit_rate(6 + 3 - 1) == (6 + 6) / 23
+    assert (added["sessions"], added["largest_turn"], added["prompt_tokens"]["max"]) == (2, 2, 6 + 3 + 2)
+    assert added["ideal_hit_rate"] == ((6 + 3) + 6) / (6 + 11 + 6)
+    rates = rates_of(added)
+    assert rates[6 + 3] == added["ideal_hit_rate"]
+    assert rates[6 + 3 - 1] == (6 + 6) / 23
     whole = analysed(tmp_path, *lines, block_tokens=4, turns=Turns.WHOLE)
-    assert whole.curve.ideal == 6 / 14
+    assert whole["ideal_hit_rate"] == 6 / 14
 
 
 @pytest.mark.soak
@@ -73,7 +81,7 @@ def test_100_000_lines_are_analysed_quickly(tmp_path):
             line = {"timestamp": number, "input_length": 2000, "output_length": 9, "hash_ids": [0, number % 999, 7, 8]}
             file.write(json.dumps(line) + "\n")
     started = time.process_time()
-    assert analyse(path, TraceFormat()).curve.ideal > 0.9
+    assert analyse(path, TraceFormat())["ideal_hit_rate"] > 0.9
     assert time.process_time() - started < 15
 
 
@@ -82,8 +90,9 @@ def test_mooncake_conversation_trace_has_the_published_numbers():
     started = time.process_time()
     found = analyse(WHOLE, TraceFormat())
     took_s = time.process_time() - started
-    assert (found.requests, round(found.prompt.mean), round(found.curve.ideal, 3)) == (12_031, 12_035, 0.374)
-    assert round(found.repeated_block_uses / found.block_uses, 4) == 0.3664
+    mean, ideal = found["prompt_tokens"]["mean"], found["ideal_hit_rate"]
+    assert (found["requests"], round(mean), round(ideal, 3)) == (12_031, 12_035, 0.374)
+    assert round(found["repeated_block_uses"] / found["block_uses"], 4) == 0.3664
     assert took_s < 5
 
 

@@ -207,7 +207,7 @@ def test_prompts_of_the_head_have_the_lengths_and_the_sharing_of_the_trace():
 
 def test_working_set_is_that_of_the_analysis_and_phases_follow_the_reuse():
     script = trace_script(HEAD, TraceFormat(), WRITER, seed=0)
-    assert script.working_set_tokens == analyse(HEAD, TraceFormat()).unique_tokens
+    assert script.working_set_tokens == analyse(HEAD, TraceFormat())["unique_tokens"]
     phases = [one.phase for one in script.requests]
     assert phases[0] is Phase.COLD
     assert {*phases} == {*Phase}

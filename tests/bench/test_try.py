@@ -154,8 +154,8 @@ def test_a_command_becomes_a_profile_without_its_secrets(tmp_path, capsys, state
     assert profile["tiers"]["host"]["capacity"] == "auto"
     shown = capsys.readouterr().err
     assert "the engines of the trial listen on 127.0.0.1 and free ports, not on 0.0.0.0:8123" in shown
-    assert "not carried over: `--api-key` (line 1): a secret is not copied" in shown
-    assert "not carried over: `--kv-transfer-config with LMCacheConnectorV1` (line 1): kvbm replaces" in shown
+    assert "not carried over: `--api-key`: a secret is not copied" in shown
+    assert "not carried over: `--kv-transfer-config with LMCacheConnectorV1`: kvbm replaces" in shown
     assert "on a CPU, G1 is set with and without kvbm: engine.arguments.num_gpu_blocks_override=" in shown
     python, blocks, size = content["overrides"]
     assert content["serve"].endswith(f"/tried.yaml --set {python} --set {blocks} --set {size}")  # what is measured
@@ -447,10 +447,10 @@ def test_a_variable_without_a_value_in_the_command_of_an_arm_is_listed(capsys):
 def test_what_the_command_of_a_refused_arm_does_not_set_is_named(capsys):
     with pytest.raises(ProfileError, match=r"`engine.model` is missing"):
         comparison_of(("vllm",), (), ("x=vllm serve $MODEL",))
-    assert (
-        capsys.readouterr().err
-        == "note: arm x: not carried over: `--model $MODEL` (line 1): the command does not set it\n"
-    )
+    assert capsys.readouterr().err == "note: arm x: not carried over: `--model $MODEL`: the command does not set it\n"
+    with pytest.raises(ProfileError, match=r"`engine.model` is missing"):
+        comparison_of(("vllm",), (), ("x=A=1\nvllm serve $MODEL",))
+    assert "`--model $MODEL` (line 2): the command does not set it" in capsys.readouterr().err
 
 
 def test_an_arm_by_command_line_may_write_the_connector_as_several_flags():

@@ -126,33 +126,37 @@ def kill(pid: int) -> None:
             time.sleep(0.01)
 
 
-@fault()
-def disk_killed(stage):
+def kill_the_disk(stage: Stage) -> None:
     before = stage.count("disk_restarts")
     kill(stage.pid("disk"))
     stage.until_counted(before, "disk_restarts")
 
 
 @fault()
-def disk_paused_briefly(stage):
-    for _ in range(4):
-        with paused(stage.pid("disk")):
-            stage.wait(0.2, 1.5)
-        stage.wait(0.2, 0.6)
+def disk_killed(stage):
+    kill_the_disk(stage)
 
 
-@fault()
-def disk_paused_beyond_all_limits(stage):
-    with paused(stage.pid("disk")):
-        stage.wait(BEYOND_LIMITS_S)
+def paused_fault(victim: str, *, is_brief: bool) -> Callable[[Stage], None]:
+    def disturb(stage: Stage) -> None:
+        for _ in range(4 if is_brief else 1):
+            with paused(stage.pid(victim)):
+                stage.wait(*((0.2, 1.5) if is_brief else (BEYOND_LIMITS_S,)))
+            stage.wait(0.2, 0.6)
+
+    disturb.__name__ = f"{victim}_paused_{'briefly' if is_brief else 'beyond_all_limits'}"
+    return disturb
+
+
+for _victim in ("disk", "worker"):
+    for _is_brief in (True, False):
+        fault(worker_process=_victim == "worker")(paused_fault(_victim, is_brief=_is_brief))
 
 
 @fault()
 def disk_killed_again_and_again(stage):
     for _ in range(3):
-        before = stage.count("disk_restarts")
-        kill(stage.pid("disk"))
-        stage.until_counted(before, "disk_restarts")
+        kill_the_disk(stage)
         stage.wait(0.0, 0.5)
 
 
@@ -175,20 +179,6 @@ def resets_while_the_disk_is_paused(stage):
         stage.engine.call("reset")
         stage.wait(2.0)
     stage.until_counted(before, "resets")
-
-
-@fault(worker_process=True)
-def worker_paused_briefly(stage):
-    for _ in range(4):
-        with paused(stage.pid("worker")):
-            stage.wait(0.2, 1.5)
-        stage.wait(0.2, 0.6)
-
-
-@fault(worker_process=True)
-def worker_paused_beyond_all_limits(stage):
-    with paused(stage.pid("worker")):
-        stage.wait(BEYOND_LIMITS_S)
 
 
 @fault(worker_process=True)
@@ -419,9 +409,7 @@ def many_descriptors(stage):
     """More than select(2) can wait for."""
     assert len(os.listdir(f"/proc/{stage.engine.pid}/fd")) > 1100
     stage.wait(1.0)
-    before = stage.count("disk_restarts")
-    kill(stage.pid("disk"))
-    stage.until_counted(before, "disk_restarts")
+    kill_the_disk(stage)
 
 
 @fault()

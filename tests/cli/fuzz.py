@@ -43,7 +43,7 @@ from kvbm.config.schema import INTERPOLATED
 from kvbm.config.sizes import parse_size
 from kvbm.config.variables import STORE_VARIABLES, VARIABLES
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.text import whole_text
+from kvbm_cli.profile.text import profile_text
 
 SEED = 5
 CASES = 20_000
@@ -95,7 +95,7 @@ def bases() -> list[bytes]:
             "engine": {"kind": kind, "model": model},
             "tiers": {"host": {"blocks": 64}, "disk": {"capacity": "1GiB"}},
         }
-        lines = whole_text(values, engine=kind).splitlines()
+        lines = profile_text(values, engine=kind).splitlines()
         offers = [re.sub(r"^( *)#(?! )(.*)", r"\1\2", line) for line in lines if "  #" not in line.strip()]
         texts.append("\n".join(line for line in offers if not line.lstrip().startswith("#")) + "\n")
     small = "tiers: {host: {capacity: 64MiB}}\n"

@@ -24,7 +24,6 @@ from kvbm.tiers.shared.orders import Outcome
 from kvbm_cli.doctor.probes.store import PREFIX, probe
 from kvbm_cli.store.directory_access import DirectoryAccess
 from kvbm_cli.store.inventory import open_inventory
-from kvbm_cli.system import leftovers
 from kvbm_cli.system.filesystem import remove_tree
 
 NAME, LLAMA, OTHER = "ab" * 32, "aa" * 16, "cc" * 16
@@ -279,13 +278,8 @@ def test_what_is_mounted_in_a_removed_tree_stays(tmp_path, backup):
     with mounted(backup, place):
         (tmp_path / "run" / "file").write_bytes(b"x")
         assert not remove_tree(tmp_path / "run")
-        assert not (tmp_path / "run" / "file").exists()
-        # The guard is a program of its own; this is the part of it that removes.
-        leftovers._remove_tree(str(place.parent))
-    assert place.is_dir()
-    # The guard is a program of its own; this is the part of it that removes.
-    leftovers._remove_tree(str(place.parent))
-    assert not place.parent.exists()
+        assert (tmp_path / "run" / "file").exists()
+    assert remove_tree(tmp_path / "run")
 
 
 @pytest.mark.usefixtures("way_to_open")

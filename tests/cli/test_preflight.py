@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from recorded_runs import NOBODY, facts, own
-from terminal import assert_entry, kvbm_here, steps_of, stored_entries, transcript
+from terminal import assert_entry, steps_of, stored_entries, transcript
 from test_mistakes import LOCK
 from test_mistakes import tools as tools  # the fixture
 from test_runs import begin, begun
@@ -24,14 +24,12 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_check import Severity, require_none
-from kvbm_cli.profile.machine_problems import container_bridges, memory_check
+from kvbm_cli.profile.machine_problems import memory_check
 from kvbm_cli.runs.reservations import pending_bytes, require_port, taken_ports
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.filesystem import missing_mount
 from kvbm_cli.system.process_identity import ProcessIdentity
-
-FREE = "engine: {model: synthetic:tiny}\ntiers: {host: {capacity: 256MiB}}\nserver: {port: 0}\n"
 
 
 @pytest.mark.sampled(3)
@@ -83,21 +81,6 @@ def test_missing_mount(tmp_path, directory, reason):
 
 def test_no_fstab_is_no_problem(tmp_path):
     assert missing_mount(tmp_path / "a", fstab=tmp_path / "none") is None
-
-
-def test_a_container_bridge_and_metrics_on_the_loopback_are_named(tmp_path, monkeypatch):
-    interfaces = tmp_path / "net"
-    for name in ("docker0/bridge", "virbr0/bridge", "eth0"):
-        (interfaces / name).mkdir(parents=True)
-    assert container_bridges(interfaces) == ["docker0"]
-    assert container_bridges(tmp_path / "missing") == []
-    monkeypatch.setattr("kvbm_cli.profile.machine_problems.container_bridges", lambda: ["docker0"])
-    warning = "a Prometheus in a container cannot reach the metrics at 127.0.0.1"
-    for metrics, is_named in (("{serve: true, port: 0}", True), ("{serve: true, port: 0, host: 0.0.0.0}", False)):
-        (tmp_path / "mine.yaml").write_text(FREE + f"metrics: {metrics}\n")
-        outcome = kvbm_here("profile", "check", "./mine.yaml", home=tmp_path)
-        assert outcome.exit_code == 0
-        assert (warning in " ".join(outcome.stderr.split())) == is_named
 
 
 MIB = 1 << 20

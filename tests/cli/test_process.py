@@ -206,9 +206,9 @@ def test_log_lines_are_phases_in_words_or_none():
 def test_a_guard_that_was_killed_is_replaced(tmp_path):
     with EngineProcess.start(fake_plan("children"), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
-        first, child = engine.guard_pid, psutil.Process(engine.pid).children()[0]
+        first, child = engine.pids()["guard"], psutil.Process(engine.pid).children()[0]
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: engine.poll() is None and engine.guard_pid != first)
+        eventually(lambda: engine.poll() is None and engine.pids()["guard"] != first)
         assert f"kvbm: the guard process {first} was killed" in (tmp_path / "log").read_text()
         assert engine.stop() == 0
     assert is_gone(child.pid)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal import PROGRAM, Outcome, assert_snapshot, environment, kvbm_here, typed
+from terminal import PROGRAM, Outcome, environment, kvbm_here
 
 from kvbm.config.connector import as_upstream, resolve_connector
 from kvbm.config.document import parse_document, plain_values
@@ -65,25 +65,6 @@ def test_an_overwritten_profile_is_the_only_file_that_changes(tmp_path: Path) ->
     assert kvbm_here("profile", "new", "mine.yaml", *NEEDED, "--force", home=tmp_path).exit_code == 0
     assert (tmp_path / ".mine.yaml").read_text() == "my notes"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.yaml", "mine.yaml"]
-
-
-ANSWERS = "embedded\nsynthetic:tinny\nsynthetic:tiny\n\n\n\n12\n1GiB\nrelative\n\n99999\n\n"
-
-
-def test_questions_are_asked_on_a_terminal(tmp_path: Path) -> None:
-    outcome, shown = typed(
-        ANSWERS, "profile", "new", "mine.yaml", "--set", "server.host=::1", home=tmp_path, NO_COLOR="1"
-    )
-    assert outcome == 0, shown
-    assert_snapshot("profile_new_questions", shown)
-    values = load(str(tmp_path / "mine.yaml"), directories=[]).values
-    wanted = {"engine.model": "synthetic:tiny", "tiers.host": None, "tiers.disk.capacity": "1GiB", "server.host": "::1"}
-    assert {key: values[key] for key in wanted} == wanted
-
-
-def test_end_of_the_answers_writes_nothing(tmp_path: Path) -> None:
-    exit_code, _ = typed("embedded\n\x04", "profile", "new", "mine.yaml", home=tmp_path)
-    assert (exit_code, list(tmp_path.iterdir())) == (130, [])
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)

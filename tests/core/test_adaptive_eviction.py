@@ -34,12 +34,25 @@ def chain(start, count):
     return [name_of(number) for number in range(start, start + count)]
 
 
-def forced(capacity, table):
-    """A cache that evicts by one table, whatever its shadow caches say."""
-    cache = SimulatedCache(capacity, ADAPTIVE)
-    cache.store.policy.order.use_table(table)
-    cache.store.policy._decide = lambda: next(one for one in cache.store.policy._shadows if one.table is table)
+def shadows(cache):
+    return cache.store.policy._shadows  # a cache for each table, of which only the best one shows
+
+
+def decide(cache):
+    return cache.store.policy._decide()  # as the store does when a request arrives
+
+
+def force(cache, table):
+    """Let a cache evict by one table, whatever its shadow caches say."""
+    policy, shadow = cache.store.policy, next(one for one in shadows(cache) if one.table is table)
+    policy.order.use_table(table)
+    # its choice and what it decides from then on
+    policy._current, policy._decide = shadow, lambda: shadow
     return cache
+
+
+def forced(capacity, table):
+    return force(SimulatedCache(capacity, ADAPTIVE), table)
 
 
 def use(cache, at_s, names):
@@ -90,7 +103,7 @@ def test_a_chain_that_another_request_still_uses_was_used_at_its_arrival():
     marks = store.arrive(begin + running, 60).marks(0, 4)
     with store.pin_prefix(begin + running):
         store.touch(begin + running, marks)
-        with store.allocate(1).stage(running).register(marks[3:]):
+        with store.allocate(1).register(running, marks[3:]):
             use(cache, 161, begin + ended)
     store.touch(begin + running)
     use(cache, 161, chain(5000, 2))
@@ -180,7 +193,7 @@ def hits(cache, requests):
 
 def test_without_requests_the_order_is_that_of_lru():
     store = BlockStore(50, tier=Tier.HOST, hash_bytes=NAME_BYTES, eviction="adaptive")
-    store.allocate(50).stage(chain(0, 50)).register().release()
+    store.allocate(50).register(chain(0, 50)).release()
     store.touch(chain(20, 10))
     assert store.oldest(50) == (*chain(30, 20)[::-1], *chain(0, 20)[::-1], *chain(20, 10)[::-1])
     assert store.policy.choice() == (1, 0)
@@ -239,12 +252,12 @@ def test_the_chooser_leaves_lru_for_a_gain_and_returns_when_the_workload_changes
 def test_one_request_decides_nothing():
     """Requests that hit more blocks with another table than with LRU: the first three are chance."""
     cache = SimulatedCache(300, ADAPTIVE)
-    adaptive = cache.store.policy
+    lru, *_, last = shadows(cache)
     for _ in range(3):
-        adaptive._shadows[-1].note(50, 0)
-        assert adaptive._decide() is adaptive._shadows[0]
-    adaptive._shadows[-1].note(50, 0)
-    assert adaptive._decide() is adaptive._shadows[-1]
+        last.note(50, 0)
+        assert decide(cache) is lru
+    last.note(50, 0)
+    assert decide(cache) is last
 
 
 def test_shadow_caches_see_in_steps_what_they_see_at_once():
@@ -256,11 +269,12 @@ def test_shadow_caches_see_in_steps_what_they_see_at_once():
             in_steps.store.step()
     for cache in (at_once, in_steps):
         cache.store.policy.see()
-    one, other = at_once.store.policy, in_steps.store.policy
-    assert [(shadow.hits, shadow.gain) for shadow in one._shadows] == [
-        (shadow.hits, shadow.gain) for shadow in other._shadows
-    ]
-    assert one._history._entries == other._history._entries
+    found = []
+    for cache in (at_once, in_steps):
+        # what later requests will be judged by
+        history = dict(cache.store.policy._history._entries)
+        found.append(([(shadow.hits, shadow.gain) for shadow in shadows(cache)], history))
+    assert found[0] == found[1]
 
 
 def test_without_a_difference_between_the_tables_the_order_stays_lru():
@@ -497,11 +511,11 @@ def test_no_hint_leaves_a_hole_in_a_chain(table, capacity, requests):
     """Also if hints are followed for some of the requests only."""
     cache, now_s, chains = HintedCache(capacity), 0.0, []
     adaptive = cache.store.policy
-    adaptive._current = next(one for one in adaptive._shadows if one.table is table)
-    adaptive._decide = lambda: adaptive._current
+    force(cache, table)
     for system, conversation, length, pause_s, retain_s, demotes, session, ends, follows in requests:
         now_s += pause_s
         adaptive.follows_hints = follows
+        # as the policy does where it was not forced
         adaptive.order.use_table(table, follows_hints=follows and bool(adaptive._hinted))
         names = [*chain(1000 * (system + 1), 3), *chain(100_000 + 10_000 * system + 100 * conversation, length)]
         if session == "of the conversation":

@@ -31,10 +31,10 @@ ONE, OTHER = chain("one"), chain("other")
 def test_prefix_is_what_a_lookup_per_block_would_find(batches, holes, reused, starts):
     store = BlockStore(2 * BLOCKS - 20, tier=Tier.HOST)
     for hashes in two_growing_chains(batches):
-        store.allocate(len(hashes)).stage(hashes).register().release()
+        store.allocate(len(hashes)).register(hashes).release()
     store.forget([ONE[hole] for hole in holes])
     # Some slots now hold bytes that were overwritten, others bytes that no longer count.
-    with store.allocate(reused).stage(chain("new")[:reused]).register():
+    with store.allocate(reused).register(chain("new")[:reused]):
         known = [store.contains(sequence_hash) for sequence_hash in ONE]
         for start in starts:
             length = [*known[start:], False].index(False)

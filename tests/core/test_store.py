@@ -28,7 +28,13 @@ def make_store(capacity, **options):
 
 def keep(store, text):
     """Register the blocks of `text` and leave them inactive."""
-    store.allocate(len(text)).stage(names(text)).register().release()
+    store.allocate(len(text)).register(names(text)).release()
+
+
+def filled(capacity, text):
+    store = make_store(capacity)
+    keep(store, text)
+    return store
 
 
 def evicted_letters(store, count):
@@ -45,8 +51,8 @@ def test_released_handle_cannot_be_released_again():
     store = make_store(6)
     for handle in (
         store.allocate(2),
-        store.allocate(2).stage(names("ab")),
-        store.allocate(1).stage(names("c")).register(),
+        store.allocate(2),
+        store.allocate(1).register(names("c")),
     ):
         handle.release()
         before = store.counts()
@@ -59,17 +65,13 @@ def test_released_handle_cannot_be_released_again():
 def test_consumed_handle_refuses_every_use():
     store = make_store(4)
     mutable = store.allocate(2)
-    complete = mutable.stage(names("ab"))
+    pinned = mutable.register(names("ab"))
     for use in (
         lambda: mutable.slots,
         mutable.release,
-        lambda: mutable.stage(names("ab")),
+        lambda: mutable.register(names("ab")),
         lambda: mutable.split([True]),
     ):
-        with pytest.raises(InvariantError):
-            use()
-    pinned = complete.register()
-    for use in (lambda: complete.slots, lambda: complete.hashes, complete.release, complete.register):
         with pytest.raises(InvariantError):
             use()
     with pytest.raises(InvariantError), mutable:
@@ -85,8 +87,8 @@ def test_refused_transition_leaves_the_handle_as_it_was():
     store = make_store(3)
     mutable = store.allocate(3)
     for refused in (
-        lambda: mutable.stage(names("ab")),
-        lambda: mutable.stage([b"x" * 16, b"y" * 15, b"z" * 17]),
+        lambda: mutable.register(names("ab")),
+        lambda: mutable.register([b"x" * 16, b"y" * 15, b"z" * 17]),
         lambda: mutable.split([True]),
     ):
         with pytest.raises(InvariantError):
@@ -103,9 +105,9 @@ def test_context_manager_gives_back_what_was_not_consumed():
         assert store.counts().mutable == 3
     with pytest.raises(KeyError), store.allocate(2):
         raise KeyError("the caller failed")
-    with store.allocate(1) as mutable, mutable.stage(names("a")) as complete:
-        complete.register().release()
-    assert store.counts() == StoreCounts(free=2, mutable=0, complete=0, pinned=0, inactive=1)
+    with store.allocate(1) as mutable:
+        mutable.register(names("a")).release()
+    assert store.counts() == StoreCounts(free=2, mutable=0, pinned=0, inactive=1)
     check_store(store)
 
 
@@ -126,7 +128,7 @@ def test_dropped_handle_is_reported_and_its_slots_stay_taken():
     gc.collect()
     assert store.leaked() == ["MutableBlocks(2 blocks, slots [0, 1])"]
     assert store.leaked() == []
-    assert store.counts() == StoreCounts(free=2, mutable=2, complete=0, pinned=0, inactive=0)
+    assert store.counts() == StoreCounts(free=2, mutable=2, pinned=0, inactive=0)
     check_store(store)
 
 
@@ -134,8 +136,7 @@ def test_dropped_handle_is_reported_and_its_slots_stay_taken():
 
 
 def test_allocate_is_all_or_nothing():
-    store = make_store(4)
-    keep(store, "ab")
+    store = filled(4, "ab")
     held = store.pin(names("a"))
     store.take_events()
     assert store.allocate(4) is None
@@ -156,45 +157,40 @@ def test_store_without_capacity_serves_nothing_and_breaks_nothing():
     store = make_store(0)
     assert store.allocate(1) is None
     assert store.match(names("a")) == 0
-    store.allocate(0).stage([]).register().release()
+    store.allocate(0).register([]).release()
     store.reset()
     check_store(store)
 
 
 def test_free_slots_are_used_before_anything_is_evicted():
-    store = make_store(4)
-    keep(store, "ab")
+    store = filled(4, "ab")
     with store.allocate(2):
         assert store.match(names("ab")) == 2
 
 
 def test_released_chain_is_evicted_from_its_tail():
-    store = make_store(6)
-    keep(store, "abc")
+    store = filled(6, "abc")
     keep(store, "xyz")
     assert evicted_letters(store, 4) == "cbaz"
     assert store.match(names("xyz")) == 2
 
 
 def test_touch_makes_a_chain_newest_with_its_head_last():
-    store = make_store(6)
-    keep(store, "abc")
+    store = filled(6, "abc")
     keep(store, "xyz")
     store.touch(names("ab?c"))
     assert evicted_letters(store, 6) == "zyxcba"
 
 
 def test_touched_twice_in_one_call_counts_once():
-    store = make_store(3)
-    keep(store, "abc")
+    store = filled(3, "abc")
     store.touch(names("cac"))
     check_store(store)
     assert evicted_letters(store, 3) == "bac"
 
 
 def test_pinned_block_survives_full_allocation_and_is_newest_after_release():
-    store = make_store(4)
-    keep(store, "abcd")
+    store = filled(4, "abcd")
     held = store.pin(names("ab"))
     assert evicted_letters(store, 2) == "dc"
     keep(store, "ef")
@@ -203,27 +199,24 @@ def test_pinned_block_survives_full_allocation_and_is_newest_after_release():
 
 
 def test_block_pinned_twice_is_evictable_only_after_both_releases():
-    store = make_store(2)
-    keep(store, "ab")
+    store = filled(2, "ab")
     first, second = store.pin(names("ab")), store.pin(names("a"))
     first.release()
-    assert store.counts() == StoreCounts(free=0, mutable=0, complete=0, pinned=1, inactive=1)
+    assert store.counts() == StoreCounts(free=0, mutable=0, pinned=1, inactive=1)
     assert store.allocate(2) is None
     second.release()
     assert evicted_letters(store, 2) == "ba"
 
 
 def test_pin_is_all_or_nothing():
-    store = make_store(2)
-    keep(store, "ab")
+    store = filled(2, "ab")
     assert store.pin(names("abc")) is None
     assert store.counts().pinned == 0
     check_store(store)
 
 
 def test_match_changes_neither_recency_nor_counts():
-    store = make_store(3)
-    keep(store, "abc")
+    store = filled(3, "abc")
     for start in range(3):
         assert store.match(names("abc"), start) == 3 - start
     assert store.match(names("axbc"), 1) == 0
@@ -236,10 +229,10 @@ def test_match_changes_neither_recency_nor_counts():
 
 def test_registered_hash_keeps_its_first_slot_and_the_second_is_free_again():
     store = make_store(4)
-    first = store.allocate(2).stage(names("ab")).register()
-    second = store.allocate(2).stage(names("xa")).register()
+    first = store.allocate(2).register(names("ab"))
+    second = store.allocate(2).register(names("xa"))
     assert (list(first.slots), list(second.slots)) == ([0, 1], [2, 0])
-    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=3, inactive=0)
+    assert store.counts() == StoreCounts(free=1, mutable=0, pinned=3, inactive=0)
     assert [event.hashes for event in store.take_events()] == [tuple(names("ab")), tuple(names("x"))]
     first.release()
     assert store.counts().pinned == 2
@@ -249,37 +242,27 @@ def test_registered_hash_keeps_its_first_slot_and_the_second_is_free_again():
 
 def test_hash_that_stands_twice_in_one_batch_gets_one_slot():
     store = make_store(3)
-    pinned = store.allocate(3).stage(names("aba")).register()
+    pinned = store.allocate(3).register(names("aba"))
     assert list(pinned.slots) == [0, 1, 0]
     assert store.take_events() == [BlocksStored(Tier.HOST, tuple(names("ab")))]
     check_store(store)
     pinned.release()
-    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=2)
+    assert store.counts() == StoreCounts(free=1, mutable=0, pinned=0, inactive=2)
 
 
 def test_repeated_block_is_as_recent_as_its_first_place():
     store = make_store(3)
-    store.allocate(3).stage(names("aba")).register().release()
+    store.allocate(3).register(names("aba")).release()
     keep(store, "c")
     assert evicted_letters(store, 3) == "bac"
 
 
 def test_only_duplicates_announce_nothing():
-    store = make_store(4)
-    keep(store, "ab")
+    store = filled(4, "ab")
     store.take_events()
     keep(store, "ab")
     assert store.take_events() == []
     check_store(store)
-
-
-def test_nothing_is_findable_before_it_is_registered():
-    store = make_store(2)
-    complete = store.allocate(2).stage(names("ab"))
-    assert store.missing(names("ab")) == [0, 1]
-    complete.release()
-    assert store.counts().free == 2
-    assert store.take_events() == []
 
 
 def test_events_are_silent_when_they_are_switched_off():
@@ -295,8 +278,7 @@ def test_events_are_silent_when_they_are_switched_off():
 
 
 def test_forgotten_pinned_block_is_invisible_and_free_after_the_last_release():
-    store = make_store(2)
-    keep(store, "ab")
+    store = filled(2, "ab")
     first, second = store.pin(names("ab")), store.pin(names("a"))
     store.take_events()
     store.forget(names("?aa"))
@@ -305,18 +287,17 @@ def test_forgotten_pinned_block_is_invisible_and_free_after_the_last_release():
     store.touch(names("ab"))
     store.forget(names("a"))
     first.release()
-    assert store.counts() == StoreCounts(free=0, mutable=0, complete=0, pinned=1, inactive=1)
+    assert store.counts() == StoreCounts(free=0, mutable=0, pinned=1, inactive=1)
     second.release()
-    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=1)
+    assert store.counts() == StoreCounts(free=1, mutable=0, pinned=0, inactive=1)
     check_store(store)
 
 
 def test_hash_that_was_forgotten_while_pinned_can_be_registered_in_another_slot():
-    store = make_store(2)
-    keep(store, "a")
+    store = filled(2, "a")
     old = store.pin(names("a"))
     store.forget(names("a"))
-    new = store.allocate(1).stage(names("a")).register()
+    new = store.allocate(1).register(names("a"))
     assert list(old.slots) != list(new.slots)
     check_store(store)
     old.release()
@@ -326,16 +307,15 @@ def test_hash_that_was_forgotten_while_pinned_can_be_registered_in_another_slot(
 
 
 def test_reset_leaves_handles_valid_and_their_slots_come_back():
-    store = make_store(8)
-    keep(store, "ab")
+    store = filled(8, "ab")
     pinned = store.pin(names("a"))
-    mutable, complete = store.allocate(2), store.allocate(2).stage(names("cd"))
+    mutable, written = store.allocate(2), store.allocate(2)
     store.take_events()
     store.reset()
     assert store.take_events() == [TierCleared(Tier.HOST)]
-    assert store.counts() == StoreCounts(free=3, mutable=2, complete=2, pinned=1, inactive=0)
+    assert store.counts() == StoreCounts(free=3, mutable=4, pinned=1, inactive=0)
     check_store(store)
-    hidden = complete.register()
+    hidden = written.register(names("cd"))
     assert store.missing(names("abcd")) == [0, 1, 2, 3]
     assert list(hidden.slots) == [4, 5]
     for handle in (pinned, mutable, hidden):
@@ -349,12 +329,12 @@ def test_blocks_allocated_before_a_reset_never_become_findable():
     store = make_store(3)
     mutable, untouched = store.allocate(2).split([True, False])
     store.reset()
-    with mutable.stage(names("a")).register(), untouched:
+    with mutable.register(names("a")), untouched:
         assert store.match(names("a")) == 0
         keep(store, "a")
         assert store.match(names("a")) == 1
     check_store(store)
-    assert store.counts() == StoreCounts(free=2, mutable=0, complete=0, pinned=0, inactive=1)
+    assert store.counts() == StoreCounts(free=2, mutable=0, pinned=0, inactive=1)
 
 
 # Hashes and size
@@ -365,7 +345,7 @@ def test_hash_of_another_length_is_refused():
     with pytest.raises(InvariantError, match="32 bytes"):
         store.match([b"a" * 16])
     with pytest.raises(InvariantError, match="32 bytes"), store.allocate(1) as blocks:
-        blocks.stage([b"a" * 16])
+        blocks.register([b"a" * 16])
 
 
 @pytest.mark.parametrize(
@@ -384,7 +364,7 @@ def test_store_of_many_dicts_behaves_like_one(make_hash):
     store = make_store(capacity, hash_bytes=len(hashes[0]), events=False)
     for start in range(0, len(hashes), batch):
         chain = hashes[start : start + batch]
-        store.allocate(len(chain)).stage(chain).register().release()
+        store.allocate(len(chain)).register(chain).release()
     check_store(store)
     assert max(map(len, store._index._dicts)) < 1.1 * ENTRIES_PER_DICT
     live = [sequence_hash for sequence_hash in hashes if store.contains(sequence_hash)]
@@ -414,8 +394,7 @@ def test_store_of_many_dicts_behaves_like_one(make_hash):
     ],
 )
 def test_check_notices_damage(damage):
-    store = make_store(4)
-    keep(store, "abc")
+    store = filled(4, "abc")
     check_store(store)
     damage(store)
     with pytest.raises(InvariantError):
@@ -423,8 +402,7 @@ def test_check_notices_damage(damage):
 
 
 def test_slices_of_check_notice_damage_only_where_it_is():
-    store = make_store(4)
-    keep(store, "abc")
+    store = filled(4, "abc")
     store._states[3] = 4
     store.check(0, 3)
     with pytest.raises(InvariantError, match="slot 3 is INACTIVE"):
@@ -432,11 +410,10 @@ def test_slices_of_check_notice_damage_only_where_it_is():
 
 
 def test_restored_blocks_are_found_and_evicted_in_their_order():
-    store = make_store(5)
-    keep(store, "x")
+    store = filled(5, "x")
     store.restore([4, 2, 3], names("abc"))
     assert store.match(names("abc")) == 3
-    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=4)
+    assert store.counts() == StoreCounts(free=1, mutable=0, pinned=0, inactive=4)
     check_store(store)
     assert letters(store.oldest(3)) == "xab"
     assert evicted_letters(store, 4) == "xab"
@@ -458,8 +435,7 @@ def test_blocks_are_restored_part_by_part_the_last_part_newest():
 
 @pytest.mark.parametrize(("slots", "text"), [([0], "y"), ([1, 1], "yz"), ([1, 2], "yy"), ([1], "x"), ([1, 2], "y")])
 def test_what_cannot_have_been_left_there_is_not_restored(slots, text):
-    store = make_store(4)
-    keep(store, "x")
+    store = filled(4, "x")
     with pytest.raises((InvariantError, ValueError)):
         store.restore(slots, names(text))
 
@@ -472,7 +448,7 @@ def numbered(first, last):
 
 
 def register(store, hashes):
-    store.allocate(len(hashes)).stage(hashes).register().release()
+    store.allocate(len(hashes)).register(hashes).release()
 
 
 @pytest.mark.parametrize("present", [0, 1, 20, 99, 100])
@@ -510,7 +486,7 @@ def test_every_block_of_a_short_chain_is_looked_up():
 def test_of_a_set_of_hashes_those_that_are_registered_are_found_in_every_dict():
     store = make_store(2 * ENTRIES_PER_DICT)
     hashes = [number.to_bytes(16, "big") for number in range(100)]
-    store.allocate(100).stage(hashes).register().release()
+    store.allocate(100).register(hashes).release()
     assert store.registered_of({*hashes[::2], b"x" * 16}) == set(hashes[::2])
     store.forget(hashes[:50])
     assert store.registered_of(set(hashes)) == set(hashes[50:])

@@ -21,7 +21,6 @@ batches = st.lists(st.sampled_from(HASHES), max_size=6)
 
 class StoreMachine(RuleBasedStateMachine):
     mutable = Bundle("mutable")
-    complete = Bundle("complete")
     pinned = Bundle("pinned")
 
     @initialize(capacity=st.integers(0, 9), eviction=st.sampled_from(sorted(POLICIES)))
@@ -38,7 +37,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _adopt(self, kind, handle, slots, hashes=(), epoch=None):
         slots = list(slots)
         assert list(handle.slots) == slots
-        if kind != "mutable":
+        if kind == "pinned":
             assert handle.hashes == tuple(hashes)
         self.out.append([kind, handle, slots, tuple(hashes), self.epoch if epoch is None else epoch])
         return handle
@@ -75,15 +74,10 @@ class StoreMachine(RuleBasedStateMachine):
             self._adopt("mutable", first, chosen, epoch=epoch), self._adopt("mutable", second, others, epoch=epoch)
         )
 
-    @rule(target=complete, handle=consumes(mutable), data=st.data())
-    def stage(self, handle, data):
+    @rule(target=pinned, handle=consumes(mutable), data=st.data())
+    def register(self, handle, data):
         _, _, slots, _, epoch = self._drop(handle)
         hashes = data.draw(st.lists(st.sampled_from(HASHES), min_size=len(slots), max_size=len(slots)), label="hashes")
-        return self._adopt("complete", handle.stage(hashes), slots, hashes, epoch)
-
-    @rule(target=pinned, handle=consumes(complete))
-    def register(self, handle):
-        _, _, slots, hashes, epoch = self._drop(handle)
         holders = slots
         if epoch == self.epoch:
             holders = [
@@ -92,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.order = [sequence_hash for sequence_hash in self.order if sequence_hash not in hashes]
         for slot in holders:
             self.pins[slot] = self.pins.get(slot, 0) + 1
-        return self._adopt("pinned", handle.register(), holders, hashes, epoch)
+        return self._adopt("pinned", handle.register(hashes), holders, hashes, epoch)
 
     @rule(target=pinned, hashes=batches)
     def pin(self, hashes):
@@ -108,10 +102,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(handle=consumes(mutable))
     def release_mutable(self, handle):
-        self._release(handle)
-
-    @rule(handle=consumes(complete))
-    def release_complete(self, handle):
         self._release(handle)
 
     @rule(handle=consumes(pinned))
@@ -180,12 +170,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree_with_the_model(self):
         counts = self.store.counts()
-        by_kind = {
-            kind: sum(len(entry[2]) for entry in self.out if entry[0] == kind) for kind in ("mutable", "complete")
-        }
-        assert (counts.mutable, counts.complete) == (by_kind["mutable"], by_kind["complete"])
+        assert counts.mutable == sum(len(entry[2]) for entry in self.out if entry[0] == "mutable")
         assert (counts.pinned, counts.inactive) == (len(self.pins), len(self.order))
-        assert counts.free + counts.mutable + counts.complete + counts.pinned + counts.inactive == self.capacity
+        assert counts.free + counts.mutable + counts.pinned + counts.inactive == self.capacity
 
     @invariant()
     def exactly_the_model_is_findable_at_its_slots(self):

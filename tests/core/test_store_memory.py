@@ -24,7 +24,7 @@ def turn_over(store, blocks):
     for _ in range(blocks // BATCH):
         data = os.urandom(16 * BATCH)
         hashes = [data[start : start + 16] for start in range(0, len(data), 16)]
-        store.allocate(BATCH).stage(hashes).register().release()
+        store.allocate(BATCH).register(hashes).release()
         store.take_events()
 
 gc.collect()

@@ -45,7 +45,7 @@ def _row(monkeypatch):
 
 
 def stored(store, name):
-    store.allocate(1).stage((name,)).register().release()
+    store.allocate(1).register((name,)).release()
 
 
 @pytest.mark.parametrize(("eviction", "left"), [("lru", b"b"), ("fifo", b"a")])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from copies import BLOCKS, CACHES, SLOTS, Rig, check_integrity, large_layers, layer_separate, layers, whole_pages
-from faults import FaultyCopier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,47 +129,6 @@ def test_a_segment_of_another_layout_is_refused():
             [torch.zeros(4 * 4096, dtype=torch.uint8)],
             segment,
         )
-
-
-def test_the_faulty_copier_fails_the_call_that_was_named():
-    rig = Rig(layers)
-    copier = FaultyCopier(rig.copier)
-    copier.at(1, "fail")
-    copier.at(2, "die")
-    copier.at(3, "odd")
-    copier.offload([0], [0], None)
-    for error in (TransferError, SystemExit, ValueError):
-        with pytest.raises(error):
-            copier.onboard([0], [0], None)
-    copier.onboard([0], [0], None)
-
-
-def test_the_faulty_copier_copies_a_part_and_then_raises():
-    rig = Rig(layers)
-    copier = FaultyCopier(rig.copier)
-    rig.write(0, "a")
-    rig.write(1, "b")
-    copier.next("short")
-    with pytest.raises(TransferError, match="1 of 2"):
-        copier.offload([0, 1], [4, 5], None)
-    assert np.array_equal(rig.segment.payload[4], rig.content("a"))
-    assert not rig.segment.payload[5].any()
-
-
-@pytest.mark.parametrize(("fault", "is_copied_while_held"), [("hold", False), ("lost", True)])
-def test_the_faulty_copier_holds_a_call_until_it_is_released(fault, is_copied_while_held):
-    rig = Rig(layers)
-    copier = FaultyCopier(rig.copier)
-    rig.write(0, "a")
-    copier.next(fault)
-    thread = threading.Thread(target=copier.offload, args=([0], [4], None))
-    thread.start()
-    copier.wait_until_held()
-    assert bool(rig.segment.payload[4].any()) == is_copied_while_held
-    assert thread.is_alive()
-    copier.release()
-    thread.join()
-    assert np.array_equal(rig.segment.payload[4], rig.content("a"))
 
 
 def test_a_worker_that_cannot_copy_from_its_storages_leaves_no_thread():

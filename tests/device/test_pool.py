@@ -355,20 +355,3 @@ def test_a_thread_that_is_killed_inside_a_copy_fails_the_ticket():
     (end,) = hands.ended(1)
     assert isinstance(end.error, SystemExit)
     hands.close()
-
-
-def test_the_manual_pool_runs_in_order_and_counts_what_waits():
-    pool, order = ManualPool(), []
-    tickets = [pool.submit(partial(order.append, number)) for number in range(3)]
-    pool.run_next()
-    pool.run_next()
-    assert (order, pool.waiting()) == ([0, 1], 1)
-    assert [end.ticket for end in pool.poll()] == tickets[:2]
-
-
-def test_the_manual_pool_loses_a_ticket_when_told():
-    pool = ManualPool()
-    ticket = pool.submit(lambda: fail(AssertionError("it ran")))
-    pool.lose_next()
-    pool.lose_next()
-    assert (pool.poll(), pool.is_outstanding(ticket), pool.waiting()) == ([], False, 0)

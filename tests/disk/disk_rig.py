@@ -146,7 +146,7 @@ def found_blocks(tier):
     slots, hashes = [], []
     while True:
         found = tier.recovered()
-        for some, more in zip((slots, hashes), found.lists(), strict=True):
+        for some, more in zip((slots, hashes), (found.slots, found.hashes), strict=True):
             some += more
         if found.is_last:
             return slots, hashes
@@ -161,6 +161,12 @@ def opened(directory, *, host_slots=16, shard_bytes=(8192, 4096), namespace=NAME
         yield Rig(tier, shards)
     finally:
         tier.close(LIMIT_S)
+
+
+def left_in(directory, **keys):
+    """What the next engine finds there."""
+    with opened(directory, **keys) as rig:
+        return rig.recovered()
 
 
 @contextmanager

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
+from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, found_blocks, instance_of, make_hash, settings_for
 
 from kvbm.child import deadlines, service
 from kvbm.child.channel import Channel
@@ -30,9 +30,10 @@ from kvbm.host.segment import Segment
 from kvbm.host.threads import allowed_cores
 from kvbm.tiers.disk.directory import InstanceLock, await_predecessor
 from kvbm.tiers.disk.health import DiskStorageCounters
+from kvbm.tiers.disk.index import BlockIndex, IndexRow
 from kvbm.tiers.disk.orders import Cleared, FoundBlocks, Open, Opened
-from kvbm.tiers.disk.service import client
 from kvbm.tiers.disk.service.client import DiskClient
+from kvbm.tiers.disk.storage import FOUND_BATCH_BLOCKS
 from kvbm.types import SlotState
 from kvbm_cli.cache.disk_verification import holder
 from kvbm_cli.store.caches import list_caches
@@ -84,6 +85,12 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
             yield ProcessRig(tier, region)
         finally:
             tier.close(close_s)
+
+
+def left_in(directory: Path) -> dict[int, int]:
+    """What the next engine finds there."""
+    with opened(directory) as rig:
+        return rig.recovered()
 
 
 @contextmanager
@@ -147,16 +154,14 @@ def test_host_slots_of_another_generation_are_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         assert rig.wait(rig.start_write([1], [0], [3], generation=GENERATION + 1)).is_good == (False,)
         assert rig.wait(rig.start_write([2], [0], [4])).is_good == (True,)
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {2: 4}
+    assert left_in(tmp_path) == {2: 4}
 
 
 def test_forgotten_blocks_are_gone(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.write([1, 2, 3], [0, 1, 2])
         rig.tier.forget([1])
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {1: 0, 3: 2}
+    assert left_in(tmp_path) == {1: 0, 3: 2}
 
 
 def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) -> None:
@@ -171,31 +176,39 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
         rig.wait(in_flight)
         rig.wait_until(lambda: rig.tier.is_on)
         assert rig.write([4], [3]).is_good == (True,)
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {4: 3}
+    assert left_in(tmp_path) == {4: 3}
 
 
-def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FOUND_BATCH_BLOCKS", 2)
-    with opened(tmp_path) as rig:
-        assert rig.tier.recovered() == FoundBlocks(b"", b"", True)
-        rig.write(range(5), [3, 4, 5, 9, 1])
-    with opened(tmp_path) as rig:
+def fill_index(directory: Path, count: int) -> None:
+    """Let the cache have blocks of which only the rows are there."""
+    rows = [IndexRow(slot, make_hash(slot), slot + 1, 2 * 8192, 0, b"", 0.0) for slot in range(count)]
+    with closing(BlockIndex.open(instance_of(directory) / "index.sqlite")) as index:
+        index.change(rows, ())
+
+
+def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path: Path) -> None:
+    count = 2 * FOUND_BATCH_BLOCKS + 1
+    with opened(tmp_path, block_count=count) as rig:
+        assert rig.tier.recovered().is_last
+    fill_index(tmp_path, count)
+    with opened(tmp_path, block_count=count) as rig:
         while (first := rig.tier.recovered(waits=False)) is None:
             time.sleep(0.001)
-        assert first.lists() == ([3, 4], [make_hash(0), make_hash(1)])
-        assert rig.recovered() == {2: 5, 3: 9, 4: 1}
-        assert rig.tier.recovered(waits=False) == FoundBlocks(b"", b"", True)
+        assert first.slots == list(range(FOUND_BATCH_BLOCKS))
+        assert first.hashes == [make_hash(slot) for slot in first.slots]
+        assert found_blocks(rig.tier)[0] == list(range(FOUND_BATCH_BLOCKS, count))
+        assert rig.tier.recovered(waits=False) == FoundBlocks([], [], True)
 
 
-def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FOUND_BATCH_BLOCKS", 2)
-    with opened(tmp_path) as rig:
-        rig.write(range(5), range(5))
-    with opened(tmp_path) as rig:
+def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path) -> None:
+    count = 2 * FOUND_BATCH_BLOCKS + 1
+    with opened(tmp_path, block_count=count):
+        pass
+    fill_index(tmp_path, count)
+    with opened(tmp_path, block_count=count) as rig:
         assert not rig.tier.recovered().is_last
         rig.tier.clear()
-        assert rig.tier.recovered() == FoundBlocks(b"", b"", True)
+        assert rig.tier.recovered() == FoundBlocks([], [], True)
 
 
 def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: Path) -> None:
@@ -236,8 +249,7 @@ def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
             time.sleep(0.001)
         rig.tier.clear(b"a")
         assert rig.wait(unseen).is_good[1]
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {2: 1}
+    assert left_in(tmp_path) == {2: 1}
 
 
 def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
@@ -369,8 +381,7 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
         assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the disk process has exited"
         rig.tier.forget([0])
     assert len([message for message in caplog.messages if "has exited" in message]) == 1
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {1: 0}
+    assert left_in(tmp_path) == {1: 0}
 
 
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -392,8 +403,7 @@ def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplo
         f"kvbm: the disk tier is off until its process {rig.tier.pid} answers or makes progress",
         f"kvbm: disk process {rig.tier.pid} answers again",
     ]
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {0: 0, 1: 1, 2: 2, 3: 3, 9: 9}
+    assert left_in(tmp_path) == {0: 0, 1: 1, 2: 2, 3: 3, 9: 9}
 
 
 @pytest.mark.parametrize("is_noticed", [False, True])
@@ -411,8 +421,7 @@ def test_close_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path, 
                 "0.1 s, or 2 s, if not busy"
             )
             assert has_ended(pid)
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {1: 0}
+    assert left_in(tmp_path) == {1: 0}
 
 
 def test_leader_never_waits_for_a_child_that_does_nothing(tmp_path: Path) -> None:

@@ -14,17 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_shards, opened, settings_for
+from disk_rig import HASH_BYTES, NAMESPACE, instance_of, left_in, make_shards, opened, settings_for
 from xxhash import xxh3_64_hexdigest
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.disk import files
 from kvbm.tiers.disk import instance as instance_module
 from kvbm.tiers.disk.directory import InstanceLock, reclaim_oldest
-from kvbm.tiers.disk.files import Alignment, Arena, NoRoom, dio_alignment
+from kvbm.tiers.disk.files import Arena, NoRoom
 from kvbm.tiers.disk.index import BlockIndex
 from kvbm.tiers.disk.instance import Instance
-from kvbm.tiers.disk.notes import NoteTable
 from kvbm.tiers.disk.settings import Namespace
 from kvbm.tiers.disk.storage import DiskStorage
 from kvbm_cli.store.caches import index_to_read, list_caches
@@ -236,15 +235,15 @@ def test_cache_that_cannot_be_opened_for_an_unforeseen_reason_is_not_used(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "code"),
+    ("name", "code"),
     [
-        (BlockIndex, "load", sqlite3.SQLITE_IOERR),
-        (BlockIndex, "load", sqlite3.SQLITE_CORRUPT),
-        (NoteTable, "__init__", sqlite3.SQLITE_IOERR),
+        ("load", sqlite3.SQLITE_IOERR),
+        ("load", sqlite3.SQLITE_CORRUPT),
+        ("__init__", sqlite3.SQLITE_IOERR),
     ],
     ids=["unreadable", "damaged", "unreadable-notes"],
 )
-def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, owner, name, code):
+def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, name, code):
     """SQLite's lock would otherwise last until the garbage collector finds the connection, which is in a cycle."""
     fill(tmp_path)
 
@@ -253,7 +252,7 @@ def test_an_index_that_cannot_be_read_is_closed_at_once(tmp_path, monkeypatch, o
         error.sqlite_errorcode = code
         raise error
 
-    monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(BlockIndex, name, fails)
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(EnvironmentProblem, match="planted") as caught, opened(tmp_path):
@@ -282,10 +281,10 @@ def test_instance_used_last_is_taken_over_first(tmp_path):
     with opened(tmp_path) as first, opened(tmp_path) as second:
         first.write([1], [0])
         second.write([2], [0])
-        older, newer = first.tier._instance.path, second.tier._instance.path
+        older, newer = first.tier.path, second.tier.path
     os.utime(older / "lock", (1, 1))
     with opened(tmp_path) as rig:
-        assert rig.tier._instance.path == newer
+        assert rig.tier.path == newer
         assert rig.recovered() == {2: 0}
 
 
@@ -304,8 +303,7 @@ def test_engines_that_start_together_get_caches_of_their_own(tmp_path):
 
 def test_another_namespace_is_another_cache(tmp_path):
     fill(tmp_path)
-    with opened(tmp_path, namespace=OTHER) as rig:
-        assert rig.recovered() == {}
+    assert left_in(tmp_path, namespace=OTHER) == {}
     assert len(list_caches(tmp_path)) == 2
 
 
@@ -468,23 +466,6 @@ def test_locked_caches_and_those_of_another_format_are_never_reclaimed(tmp_path)
 
 
 # direct I/O
-
-
-def test_alignment_is_what_the_kernel_tells(tmp_path):
-    with opened(tmp_path) as rig:
-        told = dio_alignment(rig.tier._instance.arena.fd)
-        assert told is None or (told.memory > 0 and told.offset > 0)
-
-
-def test_slots_keep_to_a_larger_alignment(tmp_path, monkeypatch):
-    monkeypatch.setattr(Arena, "alignment", lambda self: Alignment(512, 8192))
-    with opened(tmp_path, o_direct=False) as rig:
-        assert all(rig.write(range(4), [3, 4, 5, 0]).is_good)
-        assert all(rig.read(range(4), [3, 4, 5, 0]).is_good)
-    assert (instance_of(tmp_path) / "arena").stat().st_size == 16 * 16384 + 4096
-    with pytest.raises(EnvironmentProblem, match="units of 8192") as caught, opened(tmp_path):
-        pass
-    assert "tiers.disk.o_direct" in caught.value.hint
 
 
 @pytest.mark.parametrize("allocator", ["default", "open-direct"])

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from disk_rig import instance_of, make_hash, opened
 
+from kvbm.tiers.disk import storage
+
 NOTES = {1: b"first", 2: b"", 3: b"third" * 50}
 
 
@@ -26,8 +28,15 @@ def found(rig):
     """Return the note of every block that the opening has found."""
     blocks = rig.tier.recovered()
     assert blocks.is_last
-    slots, hashes = blocks.lists()
-    return dict(zip(hashes, blocks.notes or [b""] * len(slots), strict=True))
+    return dict(zip(blocks.hashes, blocks.notes or [b""] * len(blocks.slots), strict=True))
+
+
+def in_parts(rig):
+    """Return all batches of the blocks that the opening has found."""
+    parts = [rig.tier.recovered()]
+    while not parts[-1].is_last:
+        parts.append(rig.tier.recovered())
+    return parts
 
 
 def stored(notes):
@@ -51,13 +60,14 @@ def test_a_restart_returns_each_note_with_its_block(tmp_path):
         assert found(rig) == stored(NOTES)
 
 
-def test_batches_of_found_blocks_keep_their_notes(tmp_path):
+def test_batches_of_found_blocks_keep_their_notes(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "FOUND_BATCH_BLOCKS", 2)
     with opened(tmp_path) as rig:
         write(rig, NOTES)
     with opened(tmp_path) as rig:
-        parts = list(rig.tier.recovered().parts(2))
+        parts = in_parts(rig)
     assert [len(part.notes) for part in parts] == [2, 1]
-    names = [name for part in parts for name in part.lists()[1]]
+    names = [name for part in parts for name in part.hashes]
     assert dict(zip(names, [note for part in parts for note in part.notes], strict=True)) == stored(NOTES)
 
 
@@ -140,13 +150,14 @@ def test_notes_of_another_form_are_deleted_and_the_blocks_stay(tmp_path):
         assert found(rig) == stored(dict.fromkeys(NOTES, b"") | {4: b"fourth"})
 
 
-def test_a_restart_returns_the_tenant_and_the_age_of_each_block(tmp_path):
+def test_a_restart_returns_the_tenant_and_the_age_of_each_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "FOUND_BATCH_BLOCKS", 2)
     owners = [b"alice", b"", b"bob"]
     with opened(tmp_path) as rig:
         assert all(rig.write([1, 2, 3], [0, 1, 2], owners).is_good)
     with opened(tmp_path) as rig:
-        parts = list(rig.tier.recovered().parts(2))
-    names = [name for part in parts for name in part.lists()[1]]
+        parts = in_parts(rig)
+    names = [name for part in parts for name in part.hashes]
     known = dict(zip(names, [tenant for part in parts for tenant in part.tenants], strict=True))
     assert known == {make_hash(number): owner for number, owner in zip((1, 2, 3), owners, strict=True)}
     ages = [age for part in parts for age in part.ages_s(time.time() + 100)]

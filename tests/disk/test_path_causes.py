@@ -12,7 +12,6 @@ from kvbm.errors import PATH_HINTS, EnvironmentProblem, path_hint
 from kvbm.host.directories import make_private_directories
 from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, require_usable_parent
 from kvbm.tiers.disk.index import BlockIndex
-from kvbm_cli.doctor.disk import _remedy_for
 
 EVERY_ERRNO = ("ENOSPC", "EROFS", "ELOOP", "ENAMETOOLONG", "EACCES", "EPERM", "ENOTDIR", "EDQUOT", "ESTALE", "EIO")
 
@@ -61,14 +60,3 @@ def _of_length(directory: Path, length: int) -> Path:
     while (missing := length - len(os.fsencode(directory)) - 1) > 200:
         directory /= "d" * 100
     return directory / ("e" * missing)
-
-
-@pytest.mark.parametrize("number", [errno.EROFS, errno.ELOOP, errno.ENOSPC, errno.EIO])
-def test_doctor_suggests_chmod_only_for_a_permission(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda *ignored: False)  # root may write to everything
-    assert "chmod u+rwx" in _remedy_for(tmp_path, OSError(errno.EACCES, "no"))
-    remedy = _remedy_for(tmp_path, OSError(number, "no"))
-    assert "u+rwx" not in remedy
-    assert remedy.startswith(PATH_HINTS[number].partition("{")[0])

@@ -127,25 +127,6 @@ def test_gds_is_taken_only_when_asked_for_and_after_a_trial() -> None:
         choose("gds", Trials(gds="it moved nothing"))
 
 
-@pytest.mark.usefixtures("gds_may_be_tried")
-def test_gds_is_a_plugin_of_nixl_that_moves_host_memory(
-    nixl: FakeNixl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "try_nixl", Trials(gds=None))
-    shards = [np.frombuffer(mmap.mmap(-1, 2 * 4096), np.uint8).reshape(2, 4096)]
-    shards[0][0] = 7
-    with (tmp_path / "arena").open("w+b") as file:
-        io = open_io("gds", file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True)
-        io.write([IoRun(0, [shards[0][0]])])
-        io.read([IoRun(0, [shards[0][1]])])
-        assert isinstance(io, NixlIO)
-        assert io.redone_count == 0
-        io.close()
-    assert io.name == "gds"
-    assert (shards[0][1] == 7).all()
-    assert [agent.backend for agent in nixl.agents] == [("GDS", {})]
-
-
 @pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")
 @pytest.mark.skipif(GPU.exists() and MODULES.exists(), reason="GPUDirect Storage may work here")
 def test_real_trial_of_gds_without_a_gpu_says_that_it_does_not_load(tmp_path: Path) -> None:
@@ -176,10 +157,11 @@ def test_auto_takes_threads_for_the_page_cache() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "rates", "name"),
-    [("nixl", THREADS_WIN, "nixl"), ("auto", NIXL_WINS, "nixl"), ("auto", THREADS_WIN, "threads")],
+    [("nixl", THREADS_WIN, "nixl"), ("auto", NIXL_WINS, "nixl"), ("auto", THREADS_WIN, "threads"), ("gds", TIE, "gds")],
 )
-@pytest.mark.usefixtures("nixl")
+@pytest.mark.usefixtures("gds_may_be_tried")
 def test_opened_io_moves_bytes_of_the_arena_and_is_one_line_of_the_log(
+    nixl: FakeNixl,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,20 +169,37 @@ def test_opened_io_moves_bytes_of_the_arena_and_is_one_line_of_the_log(
     rates: Rates,
     name: str,
 ) -> None:
+    """GPUDirect Storage is a plugin of NIXL, which moves host memory too."""
     caplog.set_level(logging.INFO, module.__name__)
-    monkeypatch.setattr(module, "try_nixl", Trials(uring=None))
+    monkeypatch.setattr(module, "try_nixl", Trials(uring=None, gds=None))
     monkeypatch.setattr(module, "benchmark_nixl", lambda directory, queue, block_bytes: rates)
-    width = 4096
-    shards = [np.frombuffer(mmap.mmap(-1, 2 * width), np.uint8).reshape(2, width)]
+    shards = [np.frombuffer(mmap.mmap(-1, 2 * 4096), np.uint8).reshape(2, 4096)]
     shards[0][0] = 7
     with (tmp_path / "arena").open("w+b") as file:
         io = open_io(wanted, file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True)
         io.write([IoRun(0, [shards[0][0]])])
         io.read([IoRun(0, [shards[0][1]])])
+        assert not isinstance(io, NixlIO) or io.redone_count == 0
         io.close()
     assert io.name == name
     assert (shards[0][1] == 7).all()
+    assert [agent.backend[0] for agent in nixl.agents] == {"nixl": ["POSIX"], "gds": ["GDS"]}.get(name, [])
     assert [f"`tiers.disk.io: {wanted}` uses {name}: " in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    ("program", "complaint"),
+    [
+        (("/bin/sh", "-c", "kill -SEGV $$"), "the test was ended by signal 11"),
+        (("/bin/sh", "-c", "echo noise >&2; echo it is broken; exit 1"), "it is broken"),
+        (("/bin/false",), "no output"),
+        (("/no/such/program",), "cannot run the test: No such file or directory"),
+    ],
+)
+def test_trial_that_fails_is_a_complaint_its_last_line_if_it_has_one(
+    tmp_path: Path, program: tuple[str, ...], complaint: str
+) -> None:
+    assert try_nixl(tmp_path, "uring", program=program) == complaint
 
 
 def test_trial_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
@@ -222,16 +221,6 @@ def is_running(pid: int) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def test_trial_that_crashes_is_a_complaint(tmp_path: Path) -> None:
-    assert try_nixl(tmp_path, "uring", program=("/bin/sh", "-c", "kill -SEGV $$")) == "the test was ended by signal 11"
-
-
-def test_complaint_is_the_last_line(tmp_path: Path) -> None:
-    program = ("/bin/sh", "-c", "echo noise >&2; echo it is broken; exit 1")
-    assert try_nixl(tmp_path, "uring", program=program) == "it is broken"
-    assert try_nixl(tmp_path, "uring", program=("/bin/false",)) == "no output"
 
 
 @pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: `pip install 'kvbm-cli[nixl]'`")
@@ -280,11 +269,6 @@ def test_trial_needs_no_place_for_temporary_files(tmp_path: Path, monkeypatch: p
     assert try_nixl(tmp_path, "uring", program=("/bin/true",)) is None
 
 
-def test_trial_that_cannot_be_started_is_a_complaint(tmp_path: Path) -> None:
-    complaint = try_nixl(tmp_path, "uring", program=(str(tmp_path / "gone"),))
-    assert complaint == "cannot run the test: No such file or directory"
-
-
 def test_trial_ends_itself_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alarms: list[int] = []
     monkeypatch.setattr(signal, "alarm", alarms.append)
@@ -323,17 +307,21 @@ def test_trial_in_a_directory_that_is_not_there_says_so(tmp_path: Path) -> None:
     assert try_nixl(tmp_path / "gone", "uring") == f"{tmp_path / 'gone'}: No such file or directory"
 
 
-def test_trial_finds_a_nixl_that_lies_about_the_end_of_a_file(nixl: FakeNixl, tmp_path: Path) -> None:
-    assert module._try_here(tmp_path, "uring") is None
-    nixl.lies = True
-    assert "past the end of a file" in (module._try_here(tmp_path, "uring") or "")
+def trial_here(directory: Path) -> str:
+    return module._try_here(directory, "uring") or ""  # what the process of a trial does
 
 
-def test_trial_finds_a_nixl_that_lies_about_bytes(nixl: FakeNixl, tmp_path: Path) -> None:
-    nixl.lies, nixl.refused = True, {"end"}
-    assert "bytes read differ" in (module._try_here(tmp_path, "uring") or "")
-
-
-def test_trial_finds_a_nixl_that_moves_nothing(nixl: FakeNixl, tmp_path: Path) -> None:
-    nixl.refused = {"end"}
-    assert module._try_here(tmp_path, "uring") == "NIXL could not move the bytes"
+@pytest.mark.parametrize(
+    ("lies", "refused", "complaint"),
+    [
+        (True, set(), "past the end of a file"),
+        (True, {"end"}, "bytes read differ"),
+        (False, {"end"}, "NIXL could not move the bytes"),
+    ],
+)
+def test_trial_finds_a_nixl_that_lies_or_moves_nothing(
+    nixl: FakeNixl, tmp_path: Path, lies: bool, refused: set[str], complaint: str
+) -> None:
+    assert trial_here(tmp_path) == ""
+    nixl.lies, nixl.refused = lies, refused
+    assert complaint in trial_here(tmp_path)

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
+from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, left_in, make_hash, opened
 
 from kvbm.errors import InvariantError
 from kvbm.tiers.disk import index_thread, storage
@@ -88,8 +88,7 @@ def test_forgotten_blocks_are_not_recovered(tmp_path):
     with opened(tmp_path) as rig:
         rig.write(range(4), range(4))
         rig.tier.forget([1, 2])
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {0: 0, 3: 3}
+    assert left_in(tmp_path) == {0: 0, 3: 3}
 
 
 def test_clear_is_durable_when_it_returns(tmp_path):
@@ -97,8 +96,7 @@ def test_clear_is_durable_when_it_returns(tmp_path):
         rig.write(range(4), range(4))
         rig.clear()
         rig.write([9], [2])
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {9: 2}
+    assert left_in(tmp_path) == {9: 2}
 
 
 def test_the_owner_hears_of_a_durable_clear_at_once(tmp_path):
@@ -124,16 +122,14 @@ def test_clear_that_ends_persistence_leaves_nothing_for_the_next_start_however_t
         with opened(directory) as rig:
             assert rig.recovered() == {}
             rig.write([1], [0])
-        with opened(directory) as rig:
-            assert rig.recovered() == {1: 0}, "the next start persists again"
+        assert left_in(directory) == {1: 0}, "the next start persists again"
 
 
 def test_clear_of_one_tenant_leaves_the_others(tmp_path):
     with opened(tmp_path) as rig:
         rig.write(range(4), range(4), [b"a", b"b", b"a", b""])
         rig.clear(b"a")
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {1: 1, 3: 3}
+    assert left_in(tmp_path) == {1: 1, 3: 3}
 
 
 def test_clear_forgets_what_is_in_flight(tmp_path):
@@ -142,8 +138,7 @@ def test_clear_forgets_what_is_in_flight(tmp_path):
         rig.clear()
         for ticket in tickets:
             rig.wait(ticket)
-    with opened(tmp_path, host_slots=64, block_count=64) as rig:
-        assert rig.recovered() == {}
+    assert left_in(tmp_path, host_slots=64, block_count=64) == {}
 
 
 def test_second_engine_gets_a_cache_of_its_own_and_both_come_back(tmp_path):

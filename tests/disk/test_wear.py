@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.tiers.disk.wear import DAY_S, LEAST_BYTES, SAMPLE_INTERVAL_S, SYSFS, WINDOW_S, Wear, WearMeter
+from kvbm.tiers.disk.wear import (
+    AMPLIFICATION,
+    DAY_S,
+    LEAST_BYTES,
+    SAMPLE_INTERVAL_S,
+    SYSFS,
+    WINDOW_S,
+    WRITES_PER_DAY,
+    WearMeter,
+)
 
 GIB = 1 << 30
 MOUNTS = "22 27 0:21 / /proc rw - proc proc rw\n23 27 8:1 / / rw - ext4 /dev/root rw\n"
@@ -65,13 +74,13 @@ def test_amplification_is_what_reached_the_drive_over_what_was_written(
     drive.write(7 * GIB)  # before our time
     wear = meter(drive, tmp_path, clock)
     drive.write(7 * GIB + 5 * GIB // 4)
-    assert wear.measure(GIB) == Wear(1.25, None)
+    assert wear.measure(GIB) == {AMPLIFICATION: 1.25}
 
 
 def test_few_bytes_say_nothing_about_amplification(drive: Drive, tmp_path: Path, clock: Clock) -> None:
     wear = meter(drive, tmp_path, clock)
     drive.write(GIB)
-    assert wear.measure(LEAST_BYTES - 1).write_amplification is None
+    assert AMPLIFICATION not in wear.measure(LEAST_BYTES - 1)
 
 
 def test_drive_writes_per_day_are_those_of_the_last_hour(drive: Drive, tmp_path: Path, clock: Clock) -> None:
@@ -81,7 +90,7 @@ def test_drive_writes_per_day_are_those_of_the_last_hour(drive: Drive, tmp_path:
     for per_minute in [GIB] * 90 + [0] * 90:
         clock.now += 60
         written += per_minute
-        rates.append(wear.measure(written).drive_writes_per_day)
+        rates.append(wear.measure(written)[WRITES_PER_DAY])
     assert rates[0] == rates[89] == pytest.approx(GIB * DAY_S / 60 / (1 << 40))
     assert rates[119] == pytest.approx(rates[0] / 2)
     assert rates[-1] == 0
@@ -92,20 +101,20 @@ def test_drive_is_the_whole_one_where_the_directory_lies_on_a_partition(tmp_path
         pytest.skip("the temporary directory has no block device below it")
     wear = meter(Drive(tmp_path, tmp_path, is_partition=True), tmp_path, clock)
     clock.now += DAY_S / 1024
-    assert wear.measure(GIB).drive_writes_per_day == pytest.approx(1)
+    assert wear.measure(GIB)[WRITES_PER_DAY] == pytest.approx(1)
 
 
 def test_filesystem_without_a_device_is_not_guessed_about(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "sys").mkdir()
     wear = WearMeter(tmp_path, sysfs=tmp_path / "sys", clock=clock)
     clock.now += DAY_S
-    assert wear.measure(GIB) == Wear(None, None)
+    assert wear.measure(GIB) == {}
 
 
 def test_device_that_goes_away_is_not_guessed_about(drive: Drive, tmp_path: Path, clock: Clock) -> None:
     wear = meter(drive, tmp_path, clock)
     (drive.device / "stat").unlink()
-    assert wear.measure(GIB).write_amplification is None
+    assert AMPLIFICATION not in wear.measure(GIB)
 
 
 def test_device_of_btrfs_is_the_source_of_its_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +158,7 @@ def test_two_threads_may_measure_at_one_time(drive: Drive, tmp_path: Path, clock
     wear._samples = samples = Interrupted(wear._samples)
     clock.now += SAMPLE_INTERVAL_S
     samples.clock, samples.other = clock, threading.Thread(target=wear.measure, args=(GIB,))
-    assert wear.measure(GIB).drive_writes_per_day is not None
+    assert WRITES_PER_DAY in wear.measure(GIB)
     samples.other.join()
 
 
@@ -161,8 +170,8 @@ def test_mount_table_in_an_unknown_format_is_not_guessed_about(
     if mounts is not None:
         table.write_text(mounts)
     monkeypatch.setattr(os, "major", lambda number: 0)
-    assert WearMeter(tmp_path, mounts=table).measure(GIB) == Wear(None, None)
+    assert WearMeter(tmp_path, mounts=table).measure(GIB) == {}
 
 
 def test_directory_that_is_gone_is_not_guessed_about(tmp_path: Path) -> None:
-    assert WearMeter(tmp_path / "gone").measure(GIB) == Wear(None, None)
+    assert WearMeter(tmp_path / "gone").measure(GIB) == {}

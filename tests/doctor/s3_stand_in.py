@@ -14,19 +14,11 @@ BUCKET = "kv-cache"
 
 
 class StandIn(FakeServer):
-    """`refused` are methods that get 403, or 501 for a conditional put (`If-None-Match`) if `lacks_conditions`. With
-    `overwrites`, the condition is ignored. `ahead` is added to its clock."""
+    """`refused` are methods that get 403. `ahead` is added to its clock."""
 
-    def __init__(
-        self,
-        *,
-        refused: Sequence[str] = (),
-        overwrites: bool = False,
-        lacks_conditions: bool = False,
-        ahead: timedelta = timedelta(),
-    ) -> None:
+    def __init__(self, *, refused: Sequence[str] = (), ahead: timedelta = timedelta()) -> None:
         super().__init__()
-        self.refused, self.overwrites, self.lacks_conditions, self.ahead = refused, overwrites, lacks_conditions, ahead
+        self.refused, self.ahead = refused, ahead
         self.objects: dict[str, tuple[bytes, datetime]] = {}
         self.keys_put: set[str] = set()
 
@@ -41,15 +33,9 @@ class StandIn(FakeServer):
             does[request.method](key, request, connection)
 
     def _put(self, key: str, request: Request, connection: Connection) -> None:
-        is_conditional = "if-none-match" in request.headers
-        if is_conditional and self.lacks_conditions:
-            connection.reply(501, "<Error><Code>NotImplemented</Code></Error>")
-        elif is_conditional and key in self.objects and not self.overwrites:
-            connection.reply(412, "<Error><Code>PreconditionFailed</Code></Error>")
-        else:
-            self.objects[key] = request.body, datetime.now(UTC) + self.ahead
-            self.keys_put.add(key)
-            connection.reply(200, ETag='"x"')
+        self.objects[key] = request.body, datetime.now(UTC) + self.ahead
+        self.keys_put.add(key)
+        connection.reply(200, ETag='"x"')
 
     def _get(self, key: str, request: Request, connection: Connection) -> None:
         if not key:

@@ -489,6 +489,15 @@ def test_a_tier_whose_size_kvbm_chose_needs_no_other_size():
         assert [one.remedy for one in order_checks(resolved, size_of(found)) if "of G1" in one.finding] == [remedy]
 
 
+def test_a_size_that_kvbm_chose_for_another_reason_than_room_has_that_reason(monkeypatch):
+    monkeypatch.setattr("kvbm_cli.profile.auto_capacity.answers", lambda directory: False)
+    changes = ("tiers.host.capacity=10GB", "tiers.disk.capacity=auto", "tiers.disk.directory=/cold")
+    found = load("vllm", directories=[profiles_directory()], overrides=changes)
+    remedy = "G3 auto: the minimum: /cold does not answer"
+    for resolved in (found, with_capacities(found)):
+        assert [one.remedy for one in order_checks(resolved, size_of(found)) if "of G2" in one.finding] == [remedy]
+
+
 @pytest.mark.parametrize(
     ("profile", "override", "finding"),
     [

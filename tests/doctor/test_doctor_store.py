@@ -76,7 +76,6 @@ def test_report(tmp_path, capsys):
         (StoreReport("put", "403", clock_s=0.0), "permissions", "failure", "put fails: 403"),
         (replace(GOOD_STORE, failed="delete", reason="403", left_objects=3), "permissions", "warning", "delete fails"),
         (replace(GOOD_STORE, failed="delete", reason="403", left_objects=3), "leftovers", "warning", "deleted: 3"),
-        (replace(GOOD_STORE, creates_once=False), "conditional put", "warning", "may write them twice"),
         (replace(GOOD_STORE, clock_s=-61.0), "clock", "warning", "61 s behind this machine"),
         (replace(GOOD_STORE, clock_s=59.0), "clock", "ok", "within a minute"),
         ("no answer within 90 s", "store", "failure", "does not answer: no answer within 90 s"),
@@ -152,7 +151,7 @@ def test_the_secret_of_the_tier_is_checked(tmp_path, capsys, content, mode, stat
 
 def test_probe_of_a_directory_leaves_nothing(tmp_path):
     found = probe(f"file://{tmp_path}/kv", seconds=0.05, writes=True)
-    assert (found.failed, found.creates_once, found.left_objects) == (None, True, 0)
+    assert (found.failed, found.left_objects) == (None, 0)
     assert found.get_rate is not None
     assert found.get_rate > 0
     assert list(tmp_path.iterdir()) == []
@@ -188,15 +187,6 @@ def test_probe_names_the_step_that_is_refused(of_server, refused, failed, left):
         assert len(server.objects) == left
         assert all(key.startswith(f"team-a/{PREFIX}/") for key in server.keys_put)
     assert found.reason is None or SECRET_KEY not in found.reason
-
-
-@pytest.mark.parametrize(
-    ("how", "creates_once"), [({}, True), ({"overwrites": True}, False), ({"lacks_conditions": True}, False)]
-)
-def test_probe_finds_out_whether_conditions_count(of_server, how, creates_once):
-    with StandIn(**how) as server:
-        found = probe(of_server(server), seconds=0.0, writes=True)
-    assert (found.failed, found.creates_once) == (None, creates_once)
 
 
 @pytest.mark.parametrize(("ahead_s", "least", "most"), [(0, 0, 0), (300, 290, 310), (-300, -310, -290)])

@@ -188,7 +188,7 @@ def move_blocks(directory: Path, recommended: Mapping[str, Any], *, persist: boo
     if persist:
         tier.close(10)
         tier = opened()
-        assert sorted(tier.recovered().lists()[1]) == hashes
+        assert sorted(tier.recovered().hashes) == hashes
     tier.submit(Read(2, hashes, range(BLOCKS), range(BLOCKS, 2 * BLOCKS)))
     assert all(_result(tier).is_good)
     tier.close(10)

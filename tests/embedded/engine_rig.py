@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from pool_check import check_pool
 
 from kvbm.engines.embedded.engine.config import EngineConfig
 from kvbm.engines.embedded.engine.engine import Engine
@@ -88,7 +89,7 @@ class EngineRig:
 
     def check_idle(self) -> None:
         """No request, no reference to any block."""
-        self.engine.blocks.check()
+        check_pool(self.engine.blocks)
         assert self.engine.blocks.used_count == 0, self.engine.blocks.used_count
 
     def lose_g1(self) -> None:

@@ -32,13 +32,6 @@ def completions():
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def several_answers():
-    found = client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=5, temperature=1)
-    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
-    found = client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2, max_tokens=5, temperature=1)
-    assert [choice.index for choice in found.choices] == [0, 1]
-
-
 def chats():
     whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=5, temperature=0)
     assert whole.choices[0].message.role == "assistant"
@@ -91,7 +84,7 @@ def many_at_once():
     assert len(asyncio.run(run())) == 20
 
 
-CHECKS = (models, completions, several_answers, chats, logprobs, errors, extensions, many_at_once)
+CHECKS = (models, completions, chats, logprobs, errors, extensions, many_at_once)
 for check in CHECKS:
     check()
 print(json.dumps({"version": openai.__version__, "checks": len(CHECKS)}))

@@ -12,6 +12,7 @@ import itertools
 
 import torch
 from engine_rig import Result
+from pool_check import check_pool
 
 from kvbm import hashing
 from kvbm.engines.embedded.engine.block_pool import BlockPool
@@ -173,7 +174,7 @@ class SimulatedEngine:
 
     def step(self) -> bool:
         has_computed = self.core.step()
-        self.blocks.check()
+        check_pool(self.blocks)
         return has_computed
 
     def run(self, limit: int = 2000) -> None:

@@ -1,6 +1,7 @@
 """The block pool: age, references and misuse."""
 
 import pytest
+from pool_check import check_pool
 
 from kvbm.engines.embedded.engine.block_pool import BlockPool
 from kvbm.errors import InvariantError
@@ -13,7 +14,7 @@ def filled(count: int, *, of: int) -> tuple[BlockPool, list[int]]:
     for index, block_id in enumerate(block_ids):
         pool.register(block_id, b"%d" % index)
     pool.release(block_ids)
-    pool.check()
+    check_pool(pool)
     return pool, block_ids
 
 
@@ -23,7 +24,7 @@ def test_allocation_is_all_or_nothing():
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
     assert pool.allocate(1) is None
     assert pool.allocate(0) == []
-    pool.check()
+    check_pool(pool)
 
 
 def test_free_blocks_go_before_cached_ones_and_the_oldest_of_these_first():
@@ -32,7 +33,7 @@ def test_free_blocks_go_before_cached_ones_and_the_oldest_of_these_first():
     assert pool.allocate(1) == block_ids[:1]
     assert pool.match([b"0"]) == []
     assert pool.match([b"1", b"2", b"3"]) == block_ids[1:]
-    pool.check()
+    check_pool(pool)
 
 
 def test_use_makes_a_block_young_again():
@@ -54,7 +55,7 @@ def test_a_hash_keeps_its_first_block():
     pool.register(second, b"same")
     assert pool.match([b"same"]) == [first]
     pool.release([first, second])
-    pool.check()
+    check_pool(pool)
     assert pool.available_count == 2
 
 
@@ -67,7 +68,7 @@ def test_a_held_block_is_neither_free_nor_evictable():
     assert pool.match([b"0", b"1"]) == block_ids
     pool.release(block_ids)
     assert pool.available_count == 2
-    pool.check()
+    check_pool(pool)
 
 
 def test_forgotten_blocks_are_not_found_and_stay_with_their_users():
@@ -76,9 +77,9 @@ def test_forgotten_blocks_are_not_found_and_stay_with_their_users():
     pool.reset()
     assert pool.match([b"0"]) == []
     assert pool.available_count == 1
-    pool.check()
+    check_pool(pool)
     pool.release(block_ids[:1])
-    pool.check()
+    check_pool(pool)
     assert pool.available_count == 2
 
 

@@ -9,7 +9,7 @@ import tiny_models
 from engine_rig import EngineRig
 
 BLOCK = 8
-MODELS = ("qwen3", "gpt_oss")
+MODELS = ("qwen3", "gemma3")
 REQUESTS = 24
 CONFIGS = [
     {"num_blocks": 24, "max_num_batched_tokens": 17},
@@ -60,8 +60,8 @@ def serve_randomly(path, seed: int, *, config: dict) -> None:
     ("path", "index"),
     [
         *(("qwen3", index) for index in range(len(CONFIGS))),
-        ("gpt_oss", 0),
-        *(pytest.param("gpt_oss", index, marks=pytest.mark.soak) for index in (1, 2)),
+        ("gemma3", 0),
+        *(pytest.param("gemma3", index, marks=pytest.mark.soak) for index in (1, 2)),
     ],
     indirect=["path"],
 )

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from bookkeeping import check_leader
 from kvbm_engine import assert_same, prompt, running
+from pool_check import check_pool
 
 from kvbm.core.policies.ranking import TABLES
 from kvbm.errors import EnvironmentProblem
@@ -218,7 +219,7 @@ def test_aborting_in_every_state_leaves_nothing_behind():
         engine.copier.heal()
         engine.settle()
         pool = engine.engine.blocks
-        assert engine.between_steps(lambda: pool.check() or pool.used_count == 0)
+        assert engine.between_steps(lambda: check_pool(pool) or pool.used_count == 0)
         assert engine.leader.blocks()[Tier.HOST]["pinned"] == engine.leader.blocks()[Tier.HOST]["moving"] == 0
         assert not engine.leader._requests  # what it keeps of a request has no public count
 

@@ -69,40 +69,6 @@ def test_a_stream_joins_to_the_answer_in_one_piece(path: str, prompt: dict[str, 
     serve(WrittenEngine(answer.encode()), use)
 
 
-@pytest.mark.parametrize(
-    ("path", "prompt"), [(COMPLETIONS, {"prompt": ["a", "b"]}), (CHAT, {"messages": HELLO, "n": 2})]
-)
-@served()
-async def test_a_stream_of_two_answers_has_the_chunks_of_both(
-    client: Client, path: str, prompt: dict[str, Any]
-) -> None:
-    _, whole = await client.post(path, **prompt)
-    *chunks, last = await client.stream(path, **prompt, stream_options={"include_usage": True})
-    assert last["usage"] == whole["usage"]
-    assert whole["usage"]["completion_tokens"] == 26
-    for index in (0, 1):
-        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert "".join(texts(own)) == "Hello, world"
-        assert [chunk["choices"][0]["finish_reason"] for chunk in own][-1] == "stop"
-        assert ("role" in own[0]["choices"][0].get("delta", {})) == (path == CHAT)
-
-
-@served(is_paced=True)
-async def test_a_client_that_hangs_up_aborts_all_its_answers(client: Client, engine: WrittenEngine) -> None:
-    engine.permit(3)
-    body = {"prompt": ["a", "b"], "n": 2, "stream": True}
-    async with client.session.post(COMPLETIONS, json=body) as response:
-        await response.content.readuntil(b"\n\n")
-    await eventually(lambda: len(engine.aborted) == 4)
-
-
-@served()
-async def test_one_prompt_that_does_not_fit_refuses_the_whole_request(client: Client, engine: WrittenEngine) -> None:
-    status, body = await client.post(COMPLETIONS, prompt=["a", "x" * 5000])
-    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-    assert engine.submitted == {}
-
-
 @served(is_paced=True)
 async def test_the_first_chunk_arrives_with_the_first_token(client: Client, engine: WrittenEngine) -> None:
     engine.permit(1)

@@ -15,7 +15,6 @@ from terminal import assert_said, given_in
 from kvbm.engines.embedded.http.openai_requests import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     TokenizeBody,
 )
 from kvbm.engines.embedded.http.request_fields import Body, RequestError, read_body
@@ -37,14 +36,14 @@ def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> Reques
 
 def what_counts(body: CompletionBody | ChatBody) -> tuple[object, ...]:
     usage = body.usage_in_stream
-    answer = (body.n, body.token_limit, body.stream, usage.include_usage)
+    answer = (body.token_limit, body.stream, usage.include_usage)
     return (body.model, body.sampling, body.return_token_ids, body.skip_special_tokens, *answer)
 
 
 def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     request = completion()
     assert request.model is None
-    assert request.prompts == ["Hello"]
+    assert request.prompt == "Hello"
     assert request.add_special_tokens
     sampling = request.sampling
     assert (request.token_limit, sampling.min_tokens, sampling.temperature) == (None, 0, 1.0)
@@ -60,22 +59,17 @@ def test_a_chat_without_max_tokens_is_not_limited() -> None:
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_a_prompt_may_be_token_ids(prompt: list[Any]) -> None:
-    assert completion(prompt=prompt).prompts == [[1, 2, 3]]
-
-
-def test_several_prompts_may_come_in_one_list() -> None:
-    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
-    assert completion(prompt=[[1, 2], "a"]).prompts == [[1, 2], "a"]
+    assert completion(prompt=prompt).prompt == [1, 2, 3]
 
 
 def test_a_single_prompt_may_come_in_a_list() -> None:
-    assert completion(prompt=["Hello"]).prompts == ["Hello"]
+    assert completion(prompt=["Hello"]).prompt == "Hello"
 
 
 def test_text_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    (prompt,) = chat(messages=[{"role": "user", "content": parts}]).prompts
-    assert prompt.contents == [{"role": "user", "content": "one two"}]
+    contents = chat(messages=[{"role": "user", "content": parts}]).prompt.contents
+    assert contents == [{"role": "user", "content": "one two"}]
 
 
 def test_null_means_absent() -> None:
@@ -108,10 +102,6 @@ def test_a_refusal_names_field_value_and_what_would_be_right(name: str) -> None:
         assert error.status == 400
         said.append(f"{error.param}: {error.message}")
     assert_said("server/refusals", name, "\n".join(said))
-
-
-def test_many_answers_may_be_in_one_request() -> None:
-    assert len(completion(prompt=["a"] * 64, n=2).prompts) == 64
 
 
 @pytest.mark.parametrize(
@@ -147,12 +137,6 @@ def test_tokenize_takes_a_prompt_or_messages() -> None:
     assert conversation.contents == [{"role": "user", "content": "a"}]
     for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'):
         assert refusal(read_body, TokenizeBody, body).message == "exactly one of `prompt` and `messages` is required"
-
-
-def test_detokenize_takes_token_ids() -> None:
-    assert read_body(DetokenizeBody, b'{"tokens": [1, 2]}').tokens == [1, 2]
-    error = refusal(read_body, DetokenizeBody, b'{"tokens": "ab"}')
-    assert error.message == '`tokens` is "ab": it must be a list of token ids'
 
 
 json_values = st.recursive(

@@ -23,7 +23,6 @@ TINY = {
 }
 ARCHITECTURES = {
     **dict.fromkeys(SUPPORTED, TINY),
-    "gpt_oss": {**TINY, "head_dim": 16, "num_local_experts": 4},
     "qwen3_moe": {**TINY, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {**TINY, "num_local_experts": 4},
     "deepseek_v3": {

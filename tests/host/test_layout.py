@@ -29,9 +29,29 @@ def test_slot_of_a_whole_page_has_no_padding():
     assert BlockLayout.block_contiguous(block_count=1, block_bytes=PAGE_BYTES).slot_stride == PAGE_BYTES
 
 
-def test_block_first_tensor_is_one_run_per_block():
-    cache = torch.zeros((BLOCKS, 4, 2, 16, 2, 8))
-    assert layout_of(cache).pieces == (Piece(0, 0, 8192, 8192),)
+PIECES = {  # of a tensor with this dimension of blocks
+    "blocks first": (torch.zeros((BLOCKS, 4, 2, 16, 2, 8)), 0, [Piece(0, 0, 8192, 8192)]),
+    "layers first": (
+        torch.zeros((4, BLOCKS, 2, 16, 2, 8), dtype=torch.bfloat16),
+        1,
+        [Piece(0, layer * BLOCKS * 1024, 1024, 1024) for layer in range(4)],
+    ),
+    "keys and values ahead of the block": (
+        torch.zeros((2, BLOCKS, 16, 2, 8), dtype=torch.float16),
+        1,
+        [Piece(0, 0, 512, 512), Piece(0, BLOCKS * 512, 512, 512)],
+    ),
+    "a view that begins inside its storage": (torch.zeros((BLOCKS + 2, 32))[2:], 0, [Piece(0, 256, 128, 128)]),
+    "gaps between blocks": (torch.zeros((BLOCKS, 64))[:, :48], 0, [Piece(0, 0, 256, 192)]),
+    "kernel blocks smaller than a block": (torch.zeros((BLOCKS * 4, 8)), 0, [Piece(0, 0, 128, 128)]),
+    "kernel blocks with gaps": (torch.zeros((BLOCKS * 2, 16))[:, :8], 0, [Piece(0, 0, 128, 32), Piece(0, 64, 128, 32)]),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_tensor_has_as_few_pieces_per_block_as_it_can(name):
+    tensor, block_dim, pieces = PIECES[name]
+    assert layout_of(tensor, block_dim=block_dim).pieces == tuple(pieces)
 
 
 def test_views_of_layers_into_a_block_first_tensor_join_into_one_run():
@@ -39,40 +59,11 @@ def test_views_of_layers_into_a_block_first_tensor_join_into_one_run():
     assert layout_of(*(cache[:, layer] for layer in range(4))) == layout_of(cache)
 
 
-def test_layer_first_tensor_has_a_piece_per_layer():
-    cache = torch.zeros((4, BLOCKS, 2, 16, 2, 8), dtype=torch.bfloat16)
-    layout = layout_of(cache, block_dim=1)
-    assert layout.pieces == tuple(Piece(0, layer * BLOCKS * 1024, 1024, 1024) for layer in range(4))
-
-
-def test_keys_and_values_ahead_of_the_block_are_two_pieces():
-    tensor = torch.zeros((2, BLOCKS, 16, 2, 8), dtype=torch.float16)
-    assert layout_of(tensor, block_dim=1).pieces == (Piece(0, 0, 512, 512), Piece(0, BLOCKS * 512, 512, 512))
-
-
 def test_heads_outside_of_the_block_are_a_piece_each():
     tensor = torch.zeros((3, BLOCKS, 16, 8)).permute(1, 2, 0, 3)  # seen as [blocks, tokens, heads, size]
     layout = layout_of(tensor)
     assert [piece.length for piece in layout.pieces] == [512, 512, 512]
     assert layout.sheets() == (Sheet(layout.pieces[0], 3, BLOCKS * 512, 0),)
-
-
-def test_a_view_that_begins_inside_its_storage_keeps_its_offset():
-    whole = torch.zeros((BLOCKS + 2, 32))
-    assert layout_of(whole[2:]).pieces == (Piece(0, 256, 128, 128),)
-
-
-def test_blocks_with_gaps_between_them_keep_their_stride():
-    assert layout_of(torch.zeros((BLOCKS, 64))[:, :48]).pieces == (Piece(0, 0, 256, 192),)
-
-
-def test_kernel_blocks_smaller_than_a_block_go_together():
-    assert layout_of(torch.zeros((BLOCKS * 4, 8))).pieces == (Piece(0, 0, 128, 128),)
-
-
-def test_kernel_blocks_with_gaps_are_pieces_of_their_own():
-    layout = layout_of(torch.zeros((BLOCKS * 2, 16))[:, :8])
-    assert layout.pieces == (Piece(0, 0, 128, 32), Piece(0, 64, 128, 32))
 
 
 def test_tensors_of_one_storage_share_it_and_others_do_not():
@@ -85,26 +76,19 @@ def test_tensors_of_one_storage_share_it_and_others_do_not():
     assert other.view(torch.uint8).eq(1).all()
 
 
-def test_elements_without_a_contiguous_run_are_refused():
-    with pytest.raises(EnvironmentProblem, match="no contiguous run"):
-        layout_of(torch.zeros((BLOCKS, 8, 2))[:, :, 0])
-
-
-def test_a_tensor_that_does_not_divide_into_the_blocks_is_refused():
-    with pytest.raises(EnvironmentProblem, match="6 whole blocks"):
-        layout_of(torch.zeros((7, 8)))
-
-
 @pytest.mark.parametrize(
-    "tensors",
+    ("tensors", "words"),
     [
-        pytest.param((torch.zeros((1, 8)).expand(BLOCKS, 8),), id="every block the same bytes"),
-        pytest.param((torch.zeros(64).as_strided((BLOCKS, 8), (4, 1)),), id="blocks that reach into the next"),
-        pytest.param((torch.zeros((BLOCKS, 8)),) * 2, id="two layers in the same bytes"),
+        ((torch.zeros((BLOCKS, 8, 2))[:, :, 0],), "no contiguous run"),
+        ((torch.zeros((7, 8)),), "6 whole blocks"),
+        ((torch.zeros((1, 8)).expand(BLOCKS, 8),), "overlap at byte"),  # every block the same bytes
+        ((torch.zeros(64).as_strided((BLOCKS, 8), (4, 1)),), "overlap at byte"),  # blocks that reach into the next
+        ((torch.zeros((BLOCKS, 8)),) * 2, "overlap at byte"),  # two layers in the same bytes
     ],
+    ids=["no run", "no whole blocks", "the same bytes", "into the next", "two layers"],
 )
-def test_blocks_that_share_bytes_are_refused(tensors):
-    with pytest.raises(EnvironmentProblem, match="overlap at byte"):
+def test_tensors_without_blocks_of_their_own_are_refused(tensors, words):
+    with pytest.raises(EnvironmentProblem, match=words):
         layout_of(*tensors)
 
 

@@ -40,38 +40,38 @@ def test_without_control_groups_the_room_is_what_the_machine_has_free(machine):
     assert "machine" in machine.memory.room().limit
 
 
-def test_a_version_2_group_limits_the_room_and_its_unused_file_pages_do_not_count(machine):
+GROUPS = {  # version, the group of this process, (group, limit, usage, reclaimable), and the room
+    "unused file pages do not count": (2, "0::/pod/box\n", [("/pod/box", 4 * GIB, 3 * GIB, GIB)], 2 * GIB),
+    "the tightest group above counts": (
+        2,
+        "0::/pod/box\n",
+        [("/pod/box", "max", GIB, 0), ("/pod", 2 * GIB, GIB, 0), ("", 6 * GIB, GIB, 0)],
+        GIB,
+    ),
+    "over its limit": (2, "0::/\n", [("", GIB, 2 * GIB, 0)], 0),
+    "version 1": (
+        1,
+        "5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n",
+        [("/a/b", 3 * GIB, GIB, GIB // 2), ("", (1 << 63) - 4096, GIB, 0)],
+        5 * GIB // 2,
+    ),
+    "in a container, at the mount": (1, "4:memory:/docker/0123\n", [("", GIB, 0, 0)], GIB),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_control_groups_of_this_process_limit_the_room(machine, name):
+    version, own, groups, room = GROUPS[name]
+    machine.write("proc/self/cgroup", own)
+    for path, limit, usage, reclaimable in groups:
+        machine.group(path, version=version, limit=limit, usage=usage, reclaimable=reclaimable)
+    assert machine.memory.room().available_bytes == room
+
+
+def test_the_group_that_limits_the_room_is_named(machine):
     machine.write("proc/self/cgroup", "0::/pod/box\n")
-    machine.group("/pod/box", version=2, limit=4 * GIB, usage=3 * GIB, reclaimable=GIB)
-    assert machine.memory.room().available_bytes == 2 * GIB
+    machine.group("/pod/box", version=2, limit=GIB, usage=0)
     assert "pod/box" in machine.memory.room().limit
-
-
-def test_the_tightest_group_above_this_process_counts(machine):
-    machine.write("proc/self/cgroup", "0::/pod/box\n")
-    machine.group("/pod/box", version=2, limit="max", usage=GIB)
-    machine.group("/pod", version=2, limit=2 * GIB, usage=GIB)
-    machine.group("", version=2, limit=6 * GIB, usage=GIB)
-    assert machine.memory.room().available_bytes == GIB
-
-
-def test_a_version_1_group_limits_the_room(machine):
-    machine.write("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n")
-    machine.group("/a/b", version=1, limit=3 * GIB, usage=GIB, reclaimable=GIB // 2)
-    machine.group("", version=1, limit=(1 << 63) - 4096, usage=GIB)
-    assert machine.memory.room().available_bytes == 5 * GIB // 2
-
-
-def test_inside_a_container_the_group_lies_at_the_mount_under_a_path_of_the_host(machine):
-    machine.write("proc/self/cgroup", "4:memory:/docker/0123\n")
-    machine.group("", version=1, limit=GIB, usage=0)
-    assert machine.memory.room().available_bytes == GIB
-
-
-def test_a_group_over_its_limit_has_no_room(machine):
-    machine.write("proc/self/cgroup", "0::/\n")
-    machine.group("", version=2, limit=GIB, usage=2 * GIB)
-    assert machine.memory.room().available_bytes == 0
 
 
 def test_a_numa_node_limits_the_room(machine):

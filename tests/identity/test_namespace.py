@@ -58,9 +58,13 @@ def elsewhere(path, tmp_path):
     return tmp_path / "link"
 
 
-def test_equal_copies_have_equal_namespaces(path, tmp_path):
+def test_equal_copies_have_equal_namespaces_and_others_have_not(path, tmp_path):
     copy = elsewhere(path, tmp_path)
-    assert name_of(copy) == name_of(copy.resolve()) == name_of(path)
+    base = name_of(path)
+    assert name_of(copy) == name_of(copy.resolve()) == base
+    exchange(copy / "model.safetensors", (copy / "model.safetensors").read_bytes()[:-1] + b"\1")
+    (path / "config.json").write_text('{"model_type": "llama", "rope_theta": 500.0}')
+    assert len({base, name_of(copy), name_of(path)}) == 3
 
 
 EQUAL = {
@@ -111,18 +115,6 @@ def test_options_in_which_replicas_differ_do_not_count(path, name):
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_options_that_change_kv_count(path, name):
     assert name_of(path, {name: DIFFERENT[name]}) != name_of(path)
-
-
-def test_one_value_of_the_weights_counts(path):
-    base = name_of(path)
-    exchange(path / "model.safetensors", (path / "model.safetensors").read_bytes()[:-1] + b"\1")
-    assert name_of(path) != base
-
-
-def test_a_value_in_the_configuration_file_counts(path):
-    base = name_of(path)
-    (path / "config.json").write_text('{"model_type": "llama", "rope_theta": 500.0}')
-    assert name_of(path) != base
 
 
 @pytest.mark.parametrize("changed", [{"block_bytes": 8192}, {"layout_digest": "b"}, {"slot_stride": 4096}], ids=str)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -34,7 +33,6 @@ from kvbm.plan import StepPlan
 from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.tiers.disk.tier import DiskTier
-from kvbm.tiers.disk.wear import Wear
 from kvbm.tiers.rates import KnownRates
 from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
 from kvbm.tiers.shared.tier import SharedTier
@@ -42,6 +40,7 @@ from kvbm.types import SegmentInfo, Tier
 
 PIECE_BYTES = 512
 GARBAGE = 0xEE
+OPEN: list[Rig] = []  # conftest.py closes them after each test
 
 
 def chain(name: str, length: int) -> list[bytes]:
@@ -149,12 +148,14 @@ class FakeDisk:
         if self.is_lost:
             return None
         if not self.found:
-            slots, hashes = array("q", self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
-            tenants = tuple(self.tenants.get(slot, b"") for slot in slots)
-            written = array("q", [int(time.time()) - AGE_S] * len(slots)).tobytes()
-            found = FoundBlocks(slots.tobytes(), b"".join(hashes), True, (), written, tenants)
-            self.found = list(found.parts(self.blocks_at_a_time))
+            kept, some = list(self.kept.items()), self.blocks_at_a_time
+            self.found = [self._found(kept[at : at + some], at + some) for at in range(0, len(kept) or 1, some)]
         return self.found.pop(0)
+
+    def _found(self, kept, end):
+        slots, hashes = [slot for slot, _ in kept], [sequence_hash for _, (sequence_hash, _) in kept]
+        tenants = tuple(self.tenants.get(slot, b"") for slot in slots)
+        return FoundBlocks(slots, hashes, end >= len(self.kept), (), [int(time.time()) - AGE_S] * len(slots), tenants)
 
     def submit(self, order):
         if isinstance(order, Write):
@@ -199,7 +200,7 @@ class FakeDisk:
         return ended
 
     def wear(self):
-        return Wear(None, None, None)
+        return {}
 
     def close(self, timeout_s):
         self.is_closed = True
@@ -366,7 +367,8 @@ class Rig:
             ],
         )
         if store is not None:
-            self.shared_tier._random.seed(0)
+            self.shared_tier._random.seed(0)  # jitter, which no option takes away
+        OPEN.append(self)
 
     @property
     def disk_tier(self):
@@ -377,6 +379,8 @@ class Rig:
         return tier_of(self.leader, Tier.SHARED)
 
     def close(self) -> None:
+        if self in OPEN:
+            OPEN.remove(self)
         self.region.close()
         for rank in self.ranks:
             rank.worker.close(0.1)
@@ -406,6 +410,13 @@ class Rig:
         """A whole step in which every copy that is waiting runs."""
         self.order()
         self.run_tiers()
+        return self.end_copies()
+
+    def steps(self, count: int) -> list[LoadResult]:
+        return [result for _ in range(count) for result in self.step()]
+
+    def end_copies(self) -> list[LoadResult]:
+        """Every copy that is waiting runs, and the leader hears of it."""
         for rank in self.ranks:
             rank.run_all()
         return self.settle()
@@ -423,12 +434,17 @@ class Rig:
             self.now_s += 0.1
             self.step()
 
-    def compute(self, request_id: str, hashes: list[bytes], *, prompt_blocks: int | None = None) -> list[int]:
-        """A request that computes `hashes` in one forward pass. Returns its G1 blocks, still referenced."""
+    def hold(self, hashes: list[bytes]) -> list[int]:
+        """Compute `hashes` without the leader. Returns their G1 blocks, still referenced."""
         blocks = self.g1.allocate(len(hashes))
         assert blocks is not None
         for block, block_hash in zip(blocks, hashes, strict=True):
             self.g1.compute(block, block_hash)
+        return blocks
+
+    def compute(self, request_id: str, hashes: list[bytes], *, prompt_blocks: int | None = None) -> list[int]:
+        """A request that computes `hashes` in one forward pass. Returns its G1 blocks, still referenced."""
+        blocks = self.hold(hashes)
         prompt = len(hashes) if prompt_blocks is None else prompt_blocks
         self.leader.offload(request_id, hashes, blocks, computed_blocks=len(hashes), prompt_blocks=prompt)
         return blocks

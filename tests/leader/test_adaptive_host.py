@@ -10,9 +10,7 @@ from kvbm.tiers.settings import TierPolicy
 
 @pytest.fixture
 def rig():
-    rig = Rig(slots=8, blocks=32, host_eviction="adaptive")
-    yield rig
-    rig.close()
+    return Rig(slots=8, blocks=32, host_eviction="adaptive")
 
 
 def serve(rig, name, hashes):
@@ -33,7 +31,16 @@ def classes(rig, hashes):
 def use_incumbents(rig):
     adaptive = rig.leader.host.store.policy
     adaptive.order.use_table(INCUMBENTS)
-    adaptive._current = adaptive._shadows[-1]
+    adaptive._current = adaptive._shadows[-1]  # its own choice takes hundreds of requests
+
+
+def incumbents(rig, count):
+    """The table keeps them: a chain that has come back."""
+    use_incumbents(rig)
+    kept = chain("kept", count)
+    serve(rig, "first", kept)
+    serve(rig, "again", kept)
+    return kept
 
 
 def test_blocks_get_the_class_that_their_request_had_when_it_arrived(rig):
@@ -46,10 +53,7 @@ def test_blocks_get_the_class_that_their_request_had_when_it_arrived(rig):
 
 
 def test_blocks_that_host_memory_would_not_keep_are_not_copied(rig):
-    use_incumbents(rig)
-    kept = chain("kept", 6)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    kept = incumbents(rig, 6)
     before = rig.leader.counters.offload_blocks
     scan = chain("scan", 5)
     rig.leader.match("scan", scan, 0)
@@ -66,10 +70,7 @@ def test_blocks_that_host_memory_would_not_keep_are_not_copied(rig):
 
 
 def test_a_declined_request_copies_no_generated_blocks_either(rig):
-    use_incumbents(rig)
-    kept = chain("kept", 8)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    incumbents(rig, 8)
     scan = chain("scan", 5)
     rig.leader.match("scan", scan, 0)
     blocks = rig.compute("scan", scan)
@@ -89,14 +90,10 @@ def test_a_declined_request_copies_no_generated_blocks_either(rig):
 )
 def test_no_block_is_declined_if_all_are_wanted(tier):
     rig = Rig(slots=8, blocks=32, host_eviction="adaptive", **tier)
-    use_incumbents(rig)
-    kept = chain("kept", 8)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    incumbents(rig, 8)
     serve(rig, "scan", chain("scan", 5))
     assert rig.leader.host.store.match(chain("scan", 5)) == 5
     assert rig.leader.counters.offload_declined_blocks == 0
-    rig.close()
 
 
 def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
@@ -106,14 +103,10 @@ def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
     assert rig.leader.host.store.match(one) == 0
     serve(rig, "second", one)
     assert rig.leader.host.store.match(one) == 1
-    rig.close()
 
 
 def test_requests_of_one_step_do_not_share_the_same_room(rig):
-    use_incumbents(rig)
-    kept = chain("kept", 6)
-    serve(rig, "first", kept)
-    serve(rig, "again", kept)
+    kept = incumbents(rig, 6)
     for name in ("one", "two"):
         rig.leader.match(name, chain(name, 2), 0)
         rig.compute(name, chain(name, 2))
@@ -129,7 +122,6 @@ def test_with_lru_a_request_is_nothing_special():
     serve(rig, "second", chain("b", 5))
     assert rig.leader.host.store.match(chain("a", 6)) == 3
     assert (rig.leader.counters.eviction_order, rig.leader.counters.offload_declined_blocks) == (0, 0)
-    rig.close()
 
 
 def test_a_chain_longer_than_a_slice_gets_its_classes_in_slices():
@@ -143,7 +135,6 @@ def test_a_chain_longer_than_a_slice_gets_its_classes_in_slices():
             rig.leader.offload(name, hashes, blocks, computed_blocks=30, prompt_blocks=30)
         rig.finish(name, hashes, blocks)
     assert all(one >= RESIDENT for one in classes(rig, hashes))
-    rig.close()
 
 
 def test_an_arrival_says_what_follows_a_hit():
@@ -179,13 +170,11 @@ def test_blocks_on_disk_have_classes_too(host):
     rig.leader.match("second", hashes, 0)
     assert all(one >= RESIDENT for one in on_disk(rig, hashes[:4]))
     rig.compute("second", hashes)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     later = on_disk(rig, hashes)
     assert later == sorted(later, reverse=True)
     assert all(NEW < one < RESIDENT for one in later[4:])
     assert rig.leader.counters.disk.eviction_order == 1
-    rig.close()
 
 
 def on_disk(rig, hashes):
@@ -215,4 +204,3 @@ def test_a_disk_with_the_table_of_incumbents_keeps_what_came_back():
         serve(rig, f"scan {number}", chain(f"scan {number}", 2))
         rig.step()
     assert rig.disk_tier.store.match(kept) == 6
-    rig.close()

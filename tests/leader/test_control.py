@@ -16,9 +16,7 @@ ALICE, BOB = b"alice" * 3 + b"!", b"bob"
 
 @pytest.fixture
 def rig():
-    made = Rig(slots=16, blocks=32, fake_disk=32, **disk_policy("always"))
-    yield made
-    made.close()
+    return Rig(slots=16, blocks=32, fake_disk=32, **disk_policy("always"))
 
 
 def asked(rig: Rig, verb: str, **arguments: str):
@@ -102,9 +100,7 @@ def test_what_is_in_flight_for_a_tenant_is_not_registered_afterwards(rig):
     rig.order()
     future = rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
     rig.leader.control.advance()
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     while not future.done():
         rig.step()
         rig.leader.control.advance()
@@ -136,9 +132,7 @@ def test_a_write_that_ends_without_the_blocks_of_a_cleared_tenant_has_not_failed
     hashes = chain(owner, 3)
     blocks = rig.compute(f"r@{owner}", hashes)
     rig.order()
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     rig.order()
     assert rig.disk.waiting, "the write is in flight"
     rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
@@ -155,9 +149,7 @@ def test_a_write_that_ended_well_before_the_disk_heard_of_a_clear_registers_only
     alices, bobs = chain("alice", 3), chain("bob", 2)
     held = rig.compute("r@alice", alices), rig.compute("s@bob", bobs)
     rig.order()
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     rig.order()
     while rig.disk.run("write"):
         pass
@@ -215,7 +207,6 @@ def test_a_tier_that_is_not_there_is_refused():
     rig = Rig()
     with pytest.raises(Refused, match="no tier G3"):
         asked(rig, "clear", tier="G3")
-    rig.close()
 
 
 def test_what_waits_is_refused_when_the_cache_is_off(rig):
@@ -242,7 +233,6 @@ def test_tenants_and_ages_on_disk_survive_a_restart(rig):
     kept(rig, "alice", 2)
     again = Rig(slots=16, blocks=32, fake_disk=rig.disk, **disk_policy("always"))
     assert owners(asked(again, "ls"), "G3") == {"alice": [0, 0, 2, 0, 0]}
-    again.close()
 
 
 # Pins, reads ahead and limits of an operator
@@ -351,4 +341,3 @@ def test_a_prefetch_brings_objects_of_the_shared_tier():
     rig.leader.host.store.forget(hashes)
     answer = asked(rig, "prefetch", tokens=tokens(8), salt="alice")
     assert (answer["in_host"], answer["is_reading"]) == (8, False)
-    rig.close()

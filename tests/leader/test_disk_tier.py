@@ -32,14 +32,11 @@ def _reads_of_two_blocks(monkeypatch):
 
 @pytest.fixture
 def rig():
-    rig = make()
-    yield rig
-    rig.close()
+    return make()
 
 
-def settled(rig, steps=4):
-    """Some steps in which everything that waits runs."""
-    return [result for _ in range(steps) for result in rig.step()]
+def set_clock(rig, clock):
+    rig.disk_tier._clock = clock  # by which a step is cut; the leader's is manual too
 
 
 def on_disk(rig):
@@ -54,6 +51,13 @@ def restarted(rig, **options):
     return make(disk, **options)
 
 
+def left_on_disk(rig, length, **options):
+    """Another engine on the disk to which this one has written a chain; and the chain."""
+    hashes = rig.fill("a", length)
+    rig.steps(8)
+    return restarted(rig, **options), hashes
+
+
 def asked_again(rig, hashes, request_id="again"):
     """A request that finds all of it in G1."""
     rig.leader.match(request_id, hashes, len(hashes))
@@ -65,7 +69,7 @@ def asked_again(rig, hashes, request_id="again"):
 
 def test_every_block_goes_to_disk_when_that_is_wanted(rig):
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     assert on_disk(rig) == set(hashes)
     assert rig.leader.counters.disk.offload_blocks == 4
     assert rig.leader.blocks()[Tier.DISK] == {"free": 12, "moving": 0, "pinned": 0, "evictable": 4}
@@ -80,7 +84,7 @@ def test_an_engine_that_has_nothing_else_to_do_goes_on_until_everything_is_writt
     assert len(on_disk(rig)) == 6
     rig.fill("b", 6)
     rig.disk.is_on = False
-    settled(rig)
+    rig.steps(4)
     assert not rig.leader.has_pending(), "it does not wait for a disk that is off"
 
 
@@ -95,43 +99,39 @@ def test_a_request_larger_than_host_memory_passes_through_it_to_the_disk(policy)
     rig.finish("r", hashes, blocks)
     assert on_disk(rig) == set(hashes)
     assert rig.leader.counters.disk.dropped_blocks == 0
-    rig.close()
 
 
 def test_a_block_goes_to_disk_at_its_first_hit_wherever_that_is():
     rig = make(to_disk="frequency")
     device, host = rig.fill("a", 2), rig.fill("b", 2)
-    settled(rig)
+    rig.steps(4)
     assert on_disk(rig) == set()
     assert rig.leader.counters.disk.filter_rejected_blocks == 4
     asked_again(rig, device)
     rig.load("r", host)
-    settled(rig)
+    rig.steps(4)
     assert on_disk(rig) == {*device, *host}
     assert rig.leader.counters.disk.filter_admitted_blocks == 4
-    rig.close()
 
 
 def test_a_count_that_has_decayed_does_not_bring_a_block_to_disk():
     rig = make(to_disk="frequency", policy={"frequency_decay_s": 5.0})
     hashes = rig.fill("a", 2)
     rig.now_s = 6.0
-    settled(rig)
+    rig.steps(4)
     asked_again(rig, hashes)
-    settled(rig)
+    rig.steps(4)
     assert on_disk(rig) == set()
-    rig.close()
 
 
 def test_the_old_end_of_host_memory_is_written_before_it_is_evicted():
     rig = make(to_disk="on_evict", slots=4)
     first = rig.fill("a", 3)
-    settled(rig)
+    rig.steps(4)
     assert on_disk(rig) == set(first)
     rig.fill("b", 3)
     assert rig.leader.counters.disk.dropped_blocks == 0
     assert rig.leader.match("r", first, 0) == 3
-    rig.close()
 
 
 def test_what_could_not_be_written_in_time_is_counted():
@@ -140,7 +140,6 @@ def test_what_could_not_be_written_in_time_is_counted():
     rig.fill("a", 4)
     rig.fill("b", 3)
     assert rig.leader.counters.disk.dropped_blocks >= 3
-    rig.close()
 
 
 def test_a_block_that_failed_to_be_written_is_not_found():
@@ -151,7 +150,6 @@ def test_a_block_that_failed_to_be_written_is_not_found():
     rig.settle()
     assert rig.leader.counters.disk.failed_blocks >= 1
     assert len(on_disk(rig)) == rig.leader.blocks()[Tier.DISK]["evictable"] < len(hashes)
-    rig.close()
 
 
 def written_at_the_end(rig):
@@ -165,7 +163,7 @@ def written_at_the_end(rig):
         return run()
 
     rig.disk.poll = poll
-    rig.disk_tier._clock = time.monotonic
+    set_clock(rig, time.monotonic)
     rig.leader.close()
     assert rig.disk.is_closed
     rig.close()
@@ -195,10 +193,10 @@ def test_at_the_end_new_blocks_evict_none_that_are_newer_in_host_memory():
     rig = make(3, to_disk="frequency", policy={"drain_s": 5.0})
     kept = rig.fill("a", 2)
     asked_again(rig, kept)  # writes them
-    settled(rig)
+    rig.steps(4)
     other = rig.fill("b", 1)
     asked_again(rig, other)
-    settled(rig)
+    rig.steps(4)
     rig.leader.host.store.touch(kept)
     new = rig.fill("c", 1)
     assert written_at_the_end(rig) == new
@@ -209,7 +207,7 @@ def test_at_the_end_blocks_that_left_the_disk_for_newer_ones_are_not_written_aga
     rig = make(3, policy={"drain_s": 5.0})
     for name in ("a", "b", "c"):
         newest = rig.fill(name, 2)
-        settled(rig)
+        rig.steps(4)
     before = on_disk(rig)
     assert written_at_the_end(rig) == []
     assert set(newest) < on_disk(rig) == before
@@ -230,13 +228,12 @@ def test_the_end_reports_what_the_disk_has_confirmed(monkeypatch, caplog, hangs,
         return run()
 
     rig.disk.poll = poll
-    rig.disk_tier._clock = time.monotonic
+    set_clock(rig, time.monotonic)
     began_s = time.monotonic()
     rig.leader.close()
     assert time.monotonic() - began_s < 10.0, "it does not use up the time to drain"
     assert said in caplog.text
     assert f"{4 if hangs else 0} may not be there" in caplog.text
-    rig.close()
 
 
 def test_memory_that_a_rank_has_given_back_is_not_written_as_blocks(rig):
@@ -255,7 +252,7 @@ def test_blocks_on_disk_know_whose_they_are(rig):
     rig.step()
     rig.finish("r@tenant", hashes, blocks)
     rig.fill("b", 1)
-    settled(rig)
+    rig.steps(4)
     whose = {rig.disk.kept[slot][0]: tenant for slot, tenant in rig.disk.tenants.items() if slot in rig.disk.kept}
     assert whose == {**dict.fromkeys(hashes, b"tenant"), chain("b", 1)[0]: b""}
 
@@ -264,11 +261,9 @@ def test_blocks_on_disk_know_whose_they_are(rig):
 
 
 def test_blocks_of_an_engine_that_has_ended_come_back(rig):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 4)
     blocks = rig.load("r", hashes)
-    assert [(result.request_id, result.failed_block_ids) for result in settled(rig)] == [("r", ())]
+    assert [(result.request_id, result.failed_block_ids) for result in rig.steps(4)] == [("r", ())]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
     rig.finish("r", hashes, blocks)
     counters = rig.leader.counters
@@ -276,37 +271,33 @@ def test_blocks_of_an_engine_that_has_ended_come_back(rig):
     assert (counters.hit_rate(Tier.HOST), counters.hit_rate(Tier.DISK)) == (0.0, 1.0)
     assert rig.leader.match("next", hashes, 0) == 4
     assert rig.leader.blocks()[Tier.HOST]["evictable"] == 4  # they stay in host memory
-    rig.close()
 
 
 def test_a_disk_that_starts_later_gets_the_blocks_that_host_memory_has_kept_for_it():
     """Its process starts when the name of the blocks is known. Blocks of an earlier engine are there then."""
     first = make()
     old = first.fill("old", 2)
-    settled(first)
+    first.steps(4)
     disk = first.disk
     first.close()
     disk.is_lost, disk.is_on, disk.slot_count = True, False, 0
     rig = make(disk)
     new = rig.fill("new", 4)
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.counters.disk.off
     assert rig.leader.match("waits", old, 0) == 0
     check_leader(rig.leader)
     disk.is_lost, disk.is_on, disk.slot_count = False, True, 16
-    settled(rig, 8)
+    rig.steps(8)
     assert not rig.leader.counters.disk.off
     assert on_disk(rig) == {*old, *new}
     assert rig.leader.match("finds", old, 0) == 2
     assert rig.leader.counters.disk.times_off == 0
     check_leader(rig.leader)
-    rig.close()
 
 
 def test_a_chain_may_lie_here_and_there(rig):
-    hashes = rig.fill("a", 5)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 5)
     for index in (0, 3):
         blocks = rig.compute(f"part-{index}", hashes[index : index + 1])
         rig.step()
@@ -314,69 +305,56 @@ def test_a_chain_may_lie_here_and_there(rig):
     blocks = rig.load("r", hashes)
     assert len(blocks) == 5
     assert rig.leader.lower_tier_tokens("r") == (3 * 16, 0)
-    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert [result.failed_block_ids for result in rig.steps(4)] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
-    rig.close()
 
 
 def test_a_load_larger_than_host_memory_passes_through_it(rig):
-    hashes = rig.fill("a", 8)
-    settled(rig)
-    rig = restarted(rig, slots=2)
+    rig, hashes = left_on_disk(rig, 8, slots=2)
     blocks = rig.load("r", hashes)
     assert len(blocks) == 8
-    assert [result.failed_block_ids for result in settled(rig, 12)] == [()]
+    assert [result.failed_block_ids for result in rig.steps(12)] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
-    rig.close()
 
 
 def test_a_load_is_read_in_parts_that_show_how_fast_it_goes(monkeypatch):
     monkeypatch.setattr(disk_tier, "PARTS", 4)
     rig = make(slots=16)
     hashes = rig.fill("a", 8)
-    settled(rig)
+    rig.steps(4)
     for slots, sizes in ((16, [2] * 4), (8, [2] * 2), (2, [1])):
         rig = restarted(rig, slots=slots)
         rig.load("r", hashes)
         assert [len(order.hashes) for order in rig.disk.waiting if isinstance(order, Read)] == sizes
-    rig.close()
 
 
 def test_two_requests_for_one_prefix_read_it_once(rig):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 4)
     rig.load("first", hashes)
     assert rig.leader.match("second", hashes, 0) is None
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.match("second", hashes, 0) == 4
     assert rig.leader.counters.disk.fetched_blocks == 4
-    rig.close()
 
 
 def test_nothing_is_copied_to_the_engine_before_its_bytes_have_come(rig):
-    hashes = rig.fill("a", 2)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 2)
     rig.load("r", hashes)
     assert rig.order().onboards == ()
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 2
     rig.disk.run("read")
     assert rig.settle() == []
     assert [len(order.slots) for order in rig.order().onboards] == [2]
-    rig.close()
 
 
 @pytest.mark.parametrize(("fault", "left"), [("fail", 3), ("damage", 2), ("fail-all", 4)])
 def test_of_a_load_whose_read_fails_the_rest_is_computed_and_a_damaged_block_forgotten(rig, fault, left):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 4)
     blocks = rig.load("r", hashes)
     rig.order()
     rig.disk.run("read")
     rig.disk.run("read", fault)
-    results = rig.settle() + settled(rig)
+    results = rig.settle() + rig.steps(4)
     assert [(result.request_id, list(result.failed_block_ids)) for result in results] == [("r", blocks[2:])]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:2], hashes[:2], strict=True))
     assert rig.leader.match("r", hashes, 0) == 0, "a failed load is not tried again by the same request"
@@ -385,30 +363,24 @@ def test_of_a_load_whose_read_fails_the_rest_is_computed_and_a_damaged_block_for
     assert rig.leader.match("next", hashes, 0) == left
     assert len(on_disk(rig)) == left
     assert rig.leader.counters.disk.failed_blocks == (1 if fault == "fail" else 2)
-    rig.close()
 
 
 def test_reads_before_one_that_has_failed_are_waited_for(rig):
-    hashes = rig.fill("a", 6)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 6)
     blocks = rig.load("r", hashes)
     rig.order()
     rig.disk.waiting.sort(key=lambda order: order.hashes[0] != hashes[2])  # the second part comes first
     rig.disk.run("read", "fail-all")
     assert rig.settle() == []
-    results = settled(rig)
+    results = rig.steps(4)
     assert [(result.request_id, list(result.failed_block_ids)) for result in results] == [("r", blocks[2:])]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:2], hashes[:2], strict=True))
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
-    rig.close()
 
 
 def test_a_part_that_comes_together_with_one_that_failed_is_let_go(rig):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 4)
     blocks = rig.load("r", hashes)
     rig.order()
     rig.disk.run("read", "fail-all")
@@ -417,7 +389,6 @@ def test_a_part_that_comes_together_with_one_that_failed_is_let_go(rig):
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
     assert rig.leader.blocks()[Tier.HOST] == {"free": 6, "moving": 0, "pinned": 0, "evictable": 2}
-    rig.close()
 
 
 def test_damage_found_at_opening_is_counted(rig):
@@ -428,21 +399,8 @@ def test_damage_found_at_opening_is_counted(rig):
     assert rig.leader.counters.disk.damaged_files == 2
 
 
-def test_a_disk_that_is_off_is_not_asked(rig):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
-    rig.disk.is_on = False
-    assert rig.leader.match("r", hashes, 0) == 0
-    rig.disk.is_on = True
-    assert rig.leader.match("r", hashes, 0) == 4
-    rig.close()
-
-
 def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(rig):
-    hashes = rig.fill("a", 2)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 2)
     blocks = rig.load("r", hashes)
     rig.order()
     rig.now_s = 11.0
@@ -455,20 +413,16 @@ def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(ri
     rig.settle()
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
     assert rig.leader.counters.disk.late_blocks == rig.leader.counters.onboard_failed_blocks == 2
-    rig.close()
 
 
 def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_writes_there(rig):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 4)
     blocks = rig.load("r", hashes)
     rig.order()
     rig.finish("r", hashes, blocks)
     assert sum((+rig.g1.references).values()) == 4
-    settled(rig)
+    rig.steps(4)
     assert not +rig.g1.references
-    rig.close()
 
 
 # -- a process that ends, and the next one -----------------------------------------------------------------------------
@@ -476,7 +430,7 @@ def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_
 
 def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     rig.leader.host.store.reset()  # host memory knows them no more
     rig.disk.end()
     (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
@@ -493,7 +447,7 @@ def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     assert not rig.leader.has_pending()
     blocks = rig.load("r", hashes)
     assert len(blocks) == 2, "up to the block whose slot holds another"
-    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert [result.failed_block_ids for result in rig.steps(4)] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes[:2], strict=True))
 
 
@@ -512,10 +466,7 @@ def test_writes_in_flight_are_found_only_if_the_next_process_has_them(rig, has_c
 
 
 def test_a_load_that_waits_for_room_does_not_wait_for_a_disk_that_is_off():
-    rig = make(slots=2)
-    hashes = rig.fill("a", 2)
-    settled(rig)
-    rig = restarted(rig, slots=2)
+    rig, hashes = left_on_disk(make(slots=2), 2, slots=2)
     rig.compute("other", chain("b", 2))
     rig.order()  # both slots of host memory are on their way
     rig.load("r", hashes)
@@ -525,33 +476,26 @@ def test_a_load_that_waits_for_room_does_not_wait_for_a_disk_that_is_off():
     rig.settle()
     rig.order()
     assert [len(result.failed_block_ids) for result in rig.settle()] == [2]
-    rig.close()
 
 
 def test_a_load_whose_disk_has_ended_is_computed_at_once():
     """Also the parts of it that were not yet asked for."""
-    rig = make(slots=8)
-    hashes = rig.fill("a", 8)
-    settled(rig)
-    rig = restarted(rig, slots=2)
+    rig, hashes = left_on_disk(make(slots=8), 8, slots=2)
     blocks = rig.load("r", hashes)
     rig.order()
     assert len(rig.disk.waiting) == 1
     rig.disk.end()
-    results = rig.settle() + settled(rig, 1)
+    results = rig.settle() + rig.steps(1)
     assert [(result.request_id, len(result.failed_block_ids)) for result in results] == [("r", 8)]
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
     rig.disk.begin_again()
-    settled(rig, 1)
+    rig.steps(1)
     assert rig.leader.match("next", hashes, 0) == 8
-    rig.close()
 
 
 def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 4)
     rig.load("r", hashes)
     rig.order()
     rig.disk.run("read")
@@ -563,15 +507,14 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
     rig.settle()
     assert rig.leader.counters.disk.off == 1
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 4
-    settled(rig, 2)
+    rig.steps(2)
     assert rig.leader.counters.disk.off == 0
     assert rig.disk_tier.store.match(hashes) == 4
-    rig.close()
 
 
 def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     rig.leader.host.store.reset()
     rig.disk.end()
     rig.disk.begin_again()
@@ -582,19 +525,19 @@ def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_
 def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     rig.disk.blocks_at_a_time = 1
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     rig.leader.host.store.reset()
     rig.disk.end()
     rig.settle()
     rig.disk.begin_again()
     seconds = itertools.count(step=0.6 * disk_tier.FILL_S)
-    rig.disk_tier._clock = lambda: next(seconds)
+    set_clock(rig, lambda: next(seconds))
     for found in (1, 2, 3):
         rig.settle()
         assert rig.leader.blocks()[Tier.DISK]["evictable"] == found
         assert rig.leader.counters.disk.off == 1
         assert rig.leader.has_pending()
-        rig.disk_tier._begin_writes()
+        rig.disk_tier._begin_writes()  # as at the next step, which would take over more
         assert not rig.disk.waiting, "a slot that is not taken over yet would be written to"
     rig.settle()
     assert rig.disk_tier.store.match(hashes) == 4
@@ -603,47 +546,47 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
 def test_events_of_what_a_process_has_found_come_after_its_clear_and_say_which_are_the_last():
     rig = make()
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     rig.leader.take_events()
     rig.disk.blocks_at_a_time = 3
     rig.disk.end()
     rig.disk.begin_again()
-    settled(rig)
+    rig.steps(4)
     cleared, *restored = [event for event in rig.leader.take_events() if event.tier is Tier.DISK]
     assert cleared == TierCleared(Tier.DISK)
     assert [(len(event.hashes), event.is_last) for event in restored] == [(3, False), (1, True)]
     assert {one for event in restored for one in event.hashes} == set(hashes)
-    rig.close()
 
 
 def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(rig):
     side = rig.disk_tier
+    # no request registers and evicts so many in a rig of 8 slots
     side._queue.update(dict.fromkeys(chain("gone", 1000)))
-    side._begin_writes()
-    assert 0 < rig.leader.counters.disk.dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._settings.batch_blocks
-    while side._queue:
-        side._begin_writes()
+    rig.order()
+    assert 0 < rig.leader.counters.disk.dropped_blocks <= 2 * disk_tier.TAKEN_AT_A_TIME  # batches of two blocks
+    for _ in range(1000):
+        rig.order()
     assert rig.leader.counters.disk.dropped_blocks == 1000
 
 
 def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, monkeypatch):
     monkeypatch.setattr(disk_tier, "FILL_S", 0.0)
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     rig.disk.end()
     rig.settle()
     rig.disk.begin_again()
     rig.settle()
     assert rig.leader.reset()
     monkeypatch.undo()
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.counters.disk.off == 0
     assert rig.leader.match("r", hashes, 0) == 0
 
 
 def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     rig.leader.host.store.reset()
     rig.disk.blocks_at_a_time = 1
     for _ in range(2):
@@ -651,14 +594,14 @@ def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkey
         rig.settle()
         rig.disk.begin_again()
         seconds = itertools.count(step=0.6 * disk_tier.FILL_S)
-        rig.disk_tier._clock = lambda seconds=seconds: next(seconds)
+        set_clock(rig, lambda seconds=seconds: next(seconds))
         rig.settle()
         assert rig.leader.blocks()[Tier.DISK]["evictable"] == 1
-    rig.disk_tier._clock = lambda: 0.0
+    set_clock(rig, lambda: 0.0)
     rig.disk.kept.pop(next(iter(rig.disk.kept)))
     rig.disk.end()
     rig.disk.begin_again()
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.blocks()[Tier.DISK]["evictable"] == 3
     assert rig.disk_tier.store.match(hashes) == 0
 
@@ -671,7 +614,7 @@ def test_a_reset_forgets_the_disk_and_what_is_on_its_way_there(rig):
     rig.order()
     rig.leader.reset()
     assert rig.disk.cleared == 1
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.match("r", hashes, 0) == 0
     assert rig.leader.blocks()[Tier.DISK]["evictable"] == 0
 
@@ -685,7 +628,7 @@ def test_only_a_reset_after_a_change_of_weights_ends_persistence(rig):
 
 def test_a_reset_that_the_disk_could_not_make_durable_says_so(rig):
     rig.fill("a", 2)
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.reset() is True
 
     def clear(*, ends_persistence):
@@ -696,21 +639,18 @@ def test_a_reset_that_the_disk_could_not_make_durable_says_so(rig):
 
 
 def test_a_reset_while_blocks_are_read_fails_the_load(rig):
-    hashes = rig.fill("a", 4)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(rig, 4)
     rig.load("r", hashes)
     rig.order()
     rig.leader.reset()
-    assert [len(result.failed_block_ids) for result in settled(rig)] == [4]
+    assert [len(result.failed_block_ids) for result in rig.steps(4)] == [4]
     assert rig.leader.match("next", hashes, 0) == 0
     assert rig.leader.blocks()[Tier.HOST]["free"] == 8
-    rig.close()
 
 
 def test_a_lost_rank_forgets_host_memory_and_not_the_disk(rig):
     hashes = rig.fill("a", 2)
-    settled(rig)
+    rig.steps(4)
     rig.region.has_lost_rank = lambda: True
     rig.settle()
     assert rig.leader.match("r", hashes, 0) == 0
@@ -722,10 +662,7 @@ def test_a_lost_rank_forgets_host_memory_and_not_the_disk(rig):
 
 
 def known(*, tokens_per_s, blocks_per_s):
-    rig = make()
-    hashes = rig.fill("a", 6)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(make(), 6)
     rig.leader.note_step(1000, 1000 / tokens_per_s)
     rig.disk_tier.rates.note_read(100, 100 / blocks_per_s)
     return rig, hashes
@@ -734,7 +671,6 @@ def known(*, tokens_per_s, blocks_per_s):
 def test_blocks_are_read_where_that_is_faster_than_computing_them():
     rig, hashes = known(tokens_per_s=160, blocks_per_s=20)  # a block of 16 tokens: 0.1 s to compute, 0.05 s to read
     assert rig.leader.match("r", hashes, 0) == 6
-    rig.close()
 
 
 def test_blocks_are_computed_where_that_is_faster_than_reading_them():
@@ -744,7 +680,6 @@ def test_blocks_are_computed_where_that_is_faster_than_reading_them():
     rig.now_s += TRIAL_INTERVAL_S + 1
     assert rig.leader.match("r2", hashes, 0) == 6, "a disk that may have become faster is tried"
     assert rig.leader.match("r3", hashes, 0) == 0, "by one request"
-    rig.close()
 
 
 def test_the_disk_process_keeps_rates_that_have_changed_for_the_next_engine():
@@ -757,18 +692,13 @@ def test_the_disk_process_keeps_rates_that_have_changed_for_the_next_engine():
     rig.disk.earlier_rates = rig.disk.kept_rates[0]
     rig = restarted(rig)
     assert rig.disk_tier.rates.tokens_per_s == pytest.approx(160)
-    rig.close()
 
 
 def test_a_policy_of_always_reads_whatever_it_takes():
-    rig = make(policy={"reads_always": True})
-    hashes = rig.fill("a", 6)
-    settled(rig)
-    rig = restarted(rig, policy={"reads_always": True})
+    rig, hashes = left_on_disk(make(policy={"reads_always": True}), 6, policy={"reads_always": True})
     rig.leader.note_step(1000, 0.001)
     rig.disk_tier.rates.note_read(1, 100.0)
     assert rig.leader.match("r", hashes, 0) == 6
-    rig.close()
 
 
 def test_a_load_is_given_up_as_soon_as_it_will_take_longer_than_computing():
@@ -781,7 +711,6 @@ def test_a_load_is_given_up_as_soon_as_it_will_take_longer_than_computing():
     rig.now_s += 0.6 * GRACE * 0.2
     rig.order()
     assert [result.failed_block_ids for result in rig.settle()] == [tuple(blocks)]
-    rig.close()
 
 
 @pytest.mark.parametrize("at_a_time", [1, 32])
@@ -801,7 +730,7 @@ def test_what_has_come_before_a_load_is_given_up_is_the_engines(came, at_a_time,
     rig.order()
     assert rig.leader.counters.disk.late_blocks == 0, "it is no later yet than a request that computes"
     rig.now_s += 0.2
-    results = settled(rig)
+    results = rig.steps(4)
     assert [result.failed_block_ids for result in results] == [tuple(blocks[end:])]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:end], hashes, strict=False))
     counters = rig.leader.counters
@@ -810,7 +739,6 @@ def test_what_has_come_before_a_load_is_given_up_is_the_engines(came, at_a_time,
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
-    rig.close()
 
 
 def test_blocks_in_host_memory_behind_a_missing_one_are_no_use():
@@ -823,16 +751,12 @@ def test_blocks_in_host_memory_behind_a_missing_one_are_no_use():
     rig.disk.run("read")
     rig.settle()
     rig.now_s += 10.0
-    assert [result.failed_block_ids for result in settled(rig)] == [tuple(blocks[2:])]
-    rig.close()
+    assert [result.failed_block_ids for result in rig.steps(4)] == [tuple(blocks[2:])]
 
 
 def test_blocks_of_several_groups_are_of_use_together_or_not_at_all():
     groups = (Group(16), Group(16, window_tokens=32))
-    rig = make()
-    hashes = rig.fill("a", 6)
-    settled(rig)
-    rig = restarted(rig, groups=groups)
+    rig, hashes = left_on_disk(make(), 6, groups=groups)
     rig.leader.note_step(1000, 1.0)
     blocks = rig.g1.allocate(6)
     rig.leader.onboard("r", hashes, 0, blocks, tokens=48)
@@ -840,15 +764,14 @@ def test_blocks_of_several_groups_are_of_use_together_or_not_at_all():
     rig.disk.run("read")
     rig.settle()
     rig.now_s += 10.0
-    assert [result.failed_block_ids for result in settled(rig)] == [tuple(blocks)]
-    rig.close()
+    assert [result.failed_block_ids for result in rig.steps(4)] == [tuple(blocks)]
 
 
 def group_rig(groups):
     """An engine with groups on a disk that has two chains, and a request that has begun to load both."""
     rig = make(disk=32, slots=16, blocks=32)
     chains = [rig.fill("a", 4), rig.fill("b", 4)]
-    settled(rig)
+    rig.steps(4)
     rig = restarted(rig, slots=16, blocks=32, groups=groups)
     rig.leader.note_step(1000, 1.0)
     return rig, chains
@@ -872,17 +795,16 @@ def test_of_a_load_of_several_groups_that_the_disk_fails_what_has_come_is_offere
     rig.settle()
     rig.disk.is_hanging = True
     rig.now_s += 10.0
-    assert [len(result.failed_block_ids) for result in settled(rig)] == [8]
+    assert [len(result.failed_block_ids) for result in rig.steps(4)] == [8]
     assert rig.leader.match_groups("r", chains, 0, 64) == 32, "in host memory, the disk is not asked"
     load_groups(rig, chains, 32)
     rig.ranks[0].copier.next("fail")
-    assert [len(result.failed_block_ids) for result in settled(rig)] == [4]
+    assert [len(result.failed_block_ids) for result in rig.steps(4)] == [4]
     assert rig.leader.match_groups("r", chains, 0, 64) == 0, "it goes on without"
     assert rig.leader.match_groups("other", chains, 0, 64) == 0, "a read still hangs"
     rig.disk.is_hanging = False
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.match_groups("third", chains, 0, 64) > 0
-    rig.close()
 
 
 def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_offered():
@@ -896,19 +818,15 @@ def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_of
     rig.order()
     rig.disk.is_hanging = True
     rig.now_s += 10.0
-    assert [len(result.failed_block_ids) for result in settled(rig)] == [6]
+    assert [len(result.failed_block_ids) for result in rig.steps(4)] == [6]
     assert rig.leader.match_groups("r", chains, 0, 64) == 32
     blocks, wanted = load_groups(rig, chains, 32, first=0)
-    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert [result.failed_block_ids for result in rig.steps(4)] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
-    rig.close()
 
 
 def test_a_request_whose_load_the_disk_has_failed_does_not_read_from_it_again():
-    rig = make()
-    hashes = rig.fill("a", 3)
-    settled(rig)
-    rig = restarted(rig)
+    rig, hashes = left_on_disk(make(), 3)
     blocks = rig.load("r", hashes)
     rig.order()
     while rig.disk.run("read", "fail-all"):
@@ -917,7 +835,6 @@ def test_a_request_whose_load_the_disk_has_failed_does_not_read_from_it_again():
     assert rig.leader.match("r", hashes, 0) == 0
     assert rig.leader.match("other", hashes, 0) == 3, "a failed read says nothing about the blocks"
     rig.finish("r", hashes, blocks)
-    rig.close()
 
 
 def test_blocks_of_another_disk_are_refused_when_they_do_not_fit():
@@ -928,23 +845,20 @@ def test_blocks_of_another_disk_are_refused_when_they_do_not_fit():
 
 
 def test_a_load_whose_blocks_are_lost_to_an_abandoned_read_is_computed(rig):
-    hashes = rig.fill("a", 8)
-    settled(rig, 8)
-    rig = restarted(rig, slots=8)
+    rig, hashes = left_on_disk(rig, 8, slots=8)
     late = rig.load("late", hashes)
     rig.finish("late", hashes, late)
     rig.settle()
     blocks = rig.load("r", hashes)
     while rig.disk.run("read", "damage"):
         pass
-    results = [*rig.settle(), *settled(rig)]
+    results = [*rig.settle(), *rig.steps(4)]
     assert [result.failed_block_ids for result in results] == [tuple(blocks)]
     rig.finish("r", hashes, blocks)
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
     assert not +rig.g1.references
-    rig.close()
 
 
 # -- a disk that does not answer ---------------------------------------------------------------------------------------
@@ -953,9 +867,7 @@ def test_a_load_whose_blocks_are_lost_to_an_abandoned_read_is_computed(rig):
 @pytest.mark.parametrize("reads_always", [False, True])
 def test_a_disk_that_does_not_answer_costs_its_loads_and_no_block(rig, reads_always):
     """And is sent nothing more until it answers; what it read meanwhile is in host memory then."""
-    hashes = rig.fill("a", 6)
-    settled(rig)
-    rig = restarted(rig, policy={"reads_always": reads_always}, slots=16)
+    rig, hashes = left_on_disk(rig, 6, policy={"reads_always": reads_always}, slots=16)
     blocks = rig.load("r", hashes)
     rig.order()
     rig.disk.is_on = False
@@ -971,19 +883,16 @@ def test_a_disk_that_does_not_answer_costs_its_loads_and_no_block(rig, reads_alw
     assert rig.disk.waiting == sent
     assert not rig.disk_tier.is_writing(), "an engine can rest meanwhile"
     rig.disk.is_on = True
-    settled(rig)
+    rig.steps(4)
     assert rig.leader.match("next", hashes, 0) == 6
     assert rig.leader.counters.disk.failed_blocks == 0
     assert on_disk(rig) >= set(hashes)
     check_leader(rig.leader)
-    rig.close()
 
 
 def test_requests_for_one_prefix_outlive_a_disk_that_stops_and_goes_on_again(rig):
     """With a policy of `always`, as each of them promises the blocks that the one before was denied."""
-    hashes = rig.fill("a", 8)
-    settled(rig, 8)
-    rig = restarted(rig, policy={"reads_always": True, "read_timeout_s": 2.0}, slots=8, blocks=64)
+    rig, hashes = left_on_disk(rig, 8, policy={"reads_always": True, "read_timeout_s": 2.0}, slots=8, blocks=64)
     rig.disk.is_hanging = True
     for number in range(4):
         if matched := rig.leader.match(f"r{number}", hashes, 0):
@@ -994,11 +903,10 @@ def test_requests_for_one_prefix_outlive_a_disk_that_stops_and_goes_on_again(rig
     rig.disk.is_hanging = False
     while rig.disk.run("read", "fail-all"):
         pass
-    settled(rig, 4)
+    rig.steps(4)
     assert rig.leader.match("next", hashes, 0) == 8
     assert on_disk(rig) == set(hashes)
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
-    rig.close()
 
 
 def test_an_answer_that_comes_while_the_engine_rests_serves_the_next_request(rig):
@@ -1021,7 +929,7 @@ def test_an_answer_that_comes_while_the_engine_rests_serves_the_next_request(rig
 def test_a_read_that_waits_for_room_drops_nothing_from_host_memory():
     rig = make(slots=4, to_disk="on_evict")
     hashes = rig.fill("a", 2)
-    settled(rig)
+    rig.steps(4)
     disk = rig.disk
     rig.close()
     rig = make(disk, slots=4, to_disk="on_evict")
@@ -1038,13 +946,12 @@ def test_a_read_that_waits_for_room_drops_nothing_from_host_memory():
     assert rig.leader.counters.disk.dropped_blocks == before
     pin.release()
     source.release()
-    rig.close()
 
 
 def test_a_load_that_cannot_begin_holds_nothing_on_disk():
     rig = make()
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(4)
     rig.leader.host.store.forget(hashes)
     assert rig.leader.match("r", hashes, 0) == 4
     rig.disk_tier.store.forget(hashes[3:])
@@ -1052,4 +959,3 @@ def test_a_load_that_cannot_begin_holds_nothing_on_disk():
     rig.leader.onboard("r", hashes, 0, blocks)
     assert [result.failed_block_ids for result in rig.settle()] == [tuple(blocks)]
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
-    rig.close()

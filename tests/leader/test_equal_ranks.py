@@ -30,9 +30,7 @@ HASHES = chain("conversation", 12)
 @pytest.fixture
 def rig():
     """Eight ranks with latent attention."""
-    rig = Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, overdue_steps=3)
-    yield rig
-    rig.close()
+    return Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, overdue_steps=3)
 
 
 def cached_blocks(rig):
@@ -143,7 +141,6 @@ def test_different_kv_turns_the_cache_off(rank, caplog):
     assert rig.disk.has_ended_persistence
     rig.compute("b", chain("other", 3))
     assert rig.leader.step().is_empty()
-    rig.close()
 
 
 @pytest.mark.parametrize("give_up", ["discard_offloads", "abandon_offloads"])
@@ -172,7 +169,6 @@ def test_different_kv_of_one_of_two_pairs_of_ranks_turns_the_cache_off():
     rig.step()
     rig.settle()
     assert (cached_blocks(rig), rig.leader.counters.disabled) == (0, 1)
-    rig.close()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -180,9 +176,7 @@ def test_a_slot_that_another_rank_fills_anew_fails_the_load_of_every_rank(rig, w
     """The word of the writer counts, and each rank reads it before and after its copy."""
     blocks = rig.compute("a", HASHES)
     plan = rig.order()
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     rig.finish("a", HASHES, blocks)
     rig.load("b", HASHES)
     rig.order()
@@ -242,7 +236,6 @@ def test_samples_of_two_offloads_do_not_overwrite_each_other():
     assert rig.leader.counters.disabled == 0
     assert [rig.leader.match(f"probe {name}", chain(name, 4), 0) for name in "abc"] == [4, 4, 4]
     pool.close(1)
-    rig.close()
 
 
 def test_blocks_come_back_from_disk_into_the_one_copy():
@@ -253,11 +246,9 @@ def test_blocks_come_back_from_disk_into_the_one_copy():
         rig.step()
     assert {len(parts) for _, parts in rig.disk.kept.values()} == {2}, "one part of a block per KV head"
     loaded = rig.load("b", HASHES[:6])
-    for _ in range(8):
-        rig.step()
+    rig.steps(8)
     assert all(rig.g1.holds(block, name) for block, name in zip(loaded, HASHES[:6], strict=True))
     assert rig.leader.counters.disk.onboard_blocks > 0
-    rig.close()
 
 
 def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monkeypatch):
@@ -285,27 +276,37 @@ def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monk
 # -- a rank is lost ----------------------------------------------------------------------------------------------------
 
 
-REPLICA = """
+RANK = """
 import dataclasses, json, sys
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.segment import Segment
 from kvbm.types import SegmentInfo
 
 layout = BlockLayout((Piece(0, 0, 512, 512), Piece(1, 0, 512, 512)), 16)
-segment = Segment.attach(SegmentInfo(**json.loads(sys.argv[1])), rank=1, replica=1, layout=layout)
+if sys.argv[1:]:
+    segment = Segment.attach(SegmentInfo(**json.loads(sys.argv[1])), rank=1, replica=1, layout=layout)
+else:
+    segment = Segment.create(rank=1, layout=layout, slot_count=8)
 print(json.dumps(dataclasses.asdict(segment.info)), flush=True)
 sys.stdin.read()
 """
 
 
-def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(caplog):
-    g1 = G1(16, 1, replicas=2)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(caplog, replicas):
+    """And memory under living copiers stays held."""
+    g1 = G1(16, 1, replicas)
     local = Rank(0, g1, 8)
-    command = [sys.executable, "-c", REPLICA, json.dumps(dataclasses.asdict(local.worker.info))]
+    owner = [json.dumps(dataclasses.asdict(local.worker.info))] if replicas == 2 else []
+    command = [sys.executable, "-c", RANK, *owner]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         region = Region.map([local.worker.info, SegmentInfo(**json.loads(process.stdout.readline()))])
-        leader, hashes, blocks = with_an_offload(local, g1, region)
+        settings = LeaderSettings(EngineTraits(block_tokens=16), block_bytes=2048 // replicas, max_in_flight_blocks=16)
+        leader = Leader(region, settings, LeaderCallbacks(g1.hold, g1.release))
+        hashes, blocks = chain("a", 3), g1.allocate(3)
+        leader.offload("r", hashes, blocks, computed_blocks=3, prompt_blocks=3)
+        local.worker.finish(leader.step())
         process.kill()
         process.wait()
         leader.settle()
@@ -313,20 +314,13 @@ def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(cap
     assert "continues without the cache" in caplog.text
     assert [g1.references[block] for block in blocks] == [2, 2, 2], "released while rank 0 may still read"
     local.run_all()
+    local.worker.poll()
     leader.settle()
     assert [g1.references[block] for block in blocks] == [1, 1, 1]
     assert leader.match("x", hashes, 0) == 0
+    leader.offload("s", hashes, blocks, computed_blocks=3, prompt_blocks=3)
+    assert leader.step().is_empty()
     assert not leader.has_pending()
     check_leader(leader)
     region.close()
     local.worker.close(0.1)
-
-
-def with_an_offload(local, g1, region):
-    """Return a leader with an offload under way, the hashes and the blocks."""
-    settings = LeaderSettings(EngineTraits(block_tokens=16), block_bytes=1024, max_in_flight_blocks=16)
-    leader = Leader(region, settings, LeaderCallbacks(g1.hold, g1.release))
-    hashes, blocks = chain("a", 3), g1.allocate(3)
-    leader.offload("r", hashes, blocks, computed_blocks=3, prompt_blocks=3)
-    local.worker.finish(leader.step())
-    return leader, hashes, blocks

@@ -64,8 +64,7 @@ def test_an_idle_engine_looks_each_second_whether_a_disk_that_is_off_is_on_again
     rig.disk.is_on, rig.disk.confirms_clears = False, False
     if why != "errors":
         setattr(rig.disk, why, True)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk.off) == ([1.0], False, 1)
     rig.now_s += 1.0
     assert rig.leader.has_pending()
@@ -77,16 +76,13 @@ def test_an_idle_engine_looks_each_second_whether_a_disk_that_is_off_is_on_again
     assert rig.leader.has_pending()
     rig.step()
     assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk.off) == ([1.0, 1.0], False, 0)
-    rig.close()
 
 
 def step(rig):
     """A step of the engine, and some time in which no tier does anything."""
     rig.order()
     rig.now_s += STEP_S
-    for rank in rig.ranks:
-        rank.run_all()
-    return rig.settle()
+    return rig.end_copies()
 
 
 def waits(rig, asked, limit_s=20.0, between=lambda: None):
@@ -101,6 +97,18 @@ def waits(rig, asked, limit_s=20.0, between=lambda: None):
         for result in step(rig):
             ended[result.request_id] = rig.now_s
     return {name: ended.get(name, float("inf")) - begun[name] for name in asked}
+
+
+def reads_each(rig, seconds):
+    """Lets the disk end one read after each of these times."""
+    last_s = [rig.now_s]
+
+    def between():
+        if rig.now_s - last_s[0] > seconds:
+            last_s[0] = rig.now_s
+            rig.disk.run("read")
+
+    return between
 
 
 def load(rig, name, hashes):
@@ -125,10 +133,8 @@ def test_no_request_waits_longer_than_one_deadline_for_reads_that_hang(tiers):
     assert side.is_on
     assert rig.leader.counters.of(side.kind).silent == 0
     assert load(rig, "last", a) == 8
-    for _ in range(10):
-        rig.step()
+    rig.steps(10)
     check_leader(rig.leader)
-    rig.close()
 
 
 def test_a_wall_clock_that_is_set_makes_no_read_late(monkeypatch):
@@ -141,7 +147,6 @@ def test_a_wall_clock_that_is_set_makes_no_read_late(monkeypatch):
         results += step(rig)
         rig.run_tiers()
     assert [result.failed_block_ids for result in results] == [()]
-    rig.close()
 
 
 @pytest.mark.parametrize("tiers", ["disk", "shared"])
@@ -151,7 +156,6 @@ def test_an_idle_engine_finds_out_that_reads_have_ended_at_the_next_lookup(tiers
     rig.leader.finish("r", a)
     rig.run_tiers()
     assert rig.leader.match("next", a, 0) == 8
-    rig.close()
 
 
 @pytest.mark.parametrize("tiers", ["disk", "shared", "disk and shared"])
@@ -162,7 +166,6 @@ def test_reads_that_hang_leave_a_part_of_host_memory(tiers):
     assert 0 < rig.leader.blocks()[Tier.HOST]["moving"] <= share * 16
     hashes = rig.fill("new", 4)
     assert rig.leader.match("new-again", hashes, 0) == 4
-    rig.close()
 
 
 def test_a_load_without_room_does_not_wait_for_the_reads_of_another_tier():
@@ -170,7 +173,6 @@ def test_a_load_without_room_does_not_wait_for_the_reads_of_another_tier():
     rig, (a, b) = full("disk", slots=4)
     rig.leader.lower_tiers = rig.leader.host.listeners = (rig.disk_tier,)
     assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
-    rig.close()
 
 
 def test_a_load_that_waited_for_room_has_no_second_deadline_for_its_own_reads():
@@ -184,48 +186,27 @@ def test_a_load_that_waited_for_room_has_no_second_deadline_for_its_own_reads():
 
     assert max(waits(rig, {"r1": a, "r2": b}, between=between).values()) < LIMIT_S
     assert is_released
-    rig.close()
 
 
 def test_a_load_that_loses_time_piece_by_piece_is_cut_too():
     """Each read ends just before it would count as hung."""
     rig, (a, _) = full("disk", slots=4)
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > HUNG_S - 2 * STEP_S:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, HUNG_S - 2 * STEP_S)
     assert waits(rig, {"r": a}, between=between)["r"] < LIMIT_S + STEP_S
-    rig.close()
 
 
 def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
     rig, (a, _) = full("disk", slots=4)
     rig.disk_tier.reads.usual_s = 1.5
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > 1.5:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, 1.5)
     assert waits(rig, {"r": a}, between=between)["r"] > 4 * 1.5
     assert rig.leader.counters.disk.onboard_blocks == 8
-    rig.close()
 
 
 def test_a_disk_that_is_slow_and_alive_is_read_after_some_loads():
     """Each of its reads takes a second; the usual time of a read is learned from those that end."""
     rig, (a, _) = full("disk", slots=4)
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > 1.0:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, 1.0)
     loaded = []
     for number in range(8):
         before = rig.leader.counters.onboard_blocks
@@ -237,7 +218,6 @@ def test_a_disk_that_is_slow_and_alive_is_read_after_some_loads():
             step(rig)
     assert loaded[0] < 8, "the first one is cut"
     assert loaded[-1] == 8
-    rig.close()
 
 
 def test_a_request_that_waited_for_a_load_that_was_cut_is_not_promised_the_disk_again():
@@ -252,23 +232,15 @@ def test_a_request_that_waited_for_a_load_that_was_cut_is_not_promised_the_disk_
     assert rig.disk_tier.is_on
     assert rig.leader.match("second", chain("a", 16), 0) in (0, 4), "what has arrived in host memory, and not the disk"
     assert rig.leader.match("third", a, 0) == 8
-    rig.close()
 
 
 def test_a_busy_disk_whose_reads_end_one_after_the_other_is_not_given_up():
     """The last of many reads waits for longer than the deadline, but those before it end."""
     rig, chains = full("disk", names="abcdef", slots=64)
-    last_s = [rig.now_s]
-
-    def between():
-        if rig.now_s - last_s[0] > 0.35:
-            last_s[0] = rig.now_s
-            rig.disk.run("read")
-
+    between = reads_each(rig, 0.35)
     found = waits(rig, {f"r{number}": one for number, one in enumerate(chains)}, between=between)
     assert HUNG_S < max(found.values()) < 20.0
     assert rig.leader.counters.disk.onboard_blocks == 48
-    rig.close()
 
 
 def test_one_read_that_hangs_is_noticed_although_later_ones_end():
@@ -287,7 +259,6 @@ def test_one_read_that_hangs_is_noticed_although_later_ones_end():
     rig.run_tiers()
     step(rig)
     assert rig.shared_tier.is_on
-    rig.close()
 
 
 def test_long_steps_of_the_engine_are_no_time_in_which_a_tier_hangs():
@@ -298,8 +269,5 @@ def test_long_steps_of_the_engine_are_no_time_in_which_a_tier_hangs():
         rig.order()
         rig.now_s += 3.0
         rig.disk.run_all()
-        for rank in rig.ranks:
-            rank.run_all()
-        results += rig.settle()
+        results += rig.end_copies()
     assert [result.failed_block_ids for result in results] == [()]
-    rig.close()

@@ -24,9 +24,7 @@ def late_rig(*, slots: int = 16, blocks: int = 32, reach: int = 8, to_host: str 
 
 @pytest.fixture
 def rig():
-    rig = late_rig()
-    yield rig
-    rig.close()
+    return late_rig()
 
 
 def serve(rig: Rig, name: str, hashes: list[bytes]) -> tuple[int, int]:
@@ -68,15 +66,10 @@ def in_host(rig: Rig, hashes: list[bytes]) -> list[bool]:
     return [rig.leader.host.store.contains(one) for one in hashes]
 
 
-def idle(rig: Rig, steps: int = 2) -> None:
-    for _ in range(steps):
-        rig.step()
-
-
 def test_nothing_is_copied_while_g1_has_room(rig):
     for number in range(3):
         serve(rig, f"r{number}", chain(f"c{number}", 8))
-    idle(rig)
+    rig.steps(2)
     assert rig.leader.counters.offload_blocks == 0
     assert rig.g1.references.total() == 0
 
@@ -88,7 +81,7 @@ def test_blocks_are_copied_before_they_are_evicted_tail_first(rig):
     rig.step()
     assert in_host(rig, first) == [False] * 4 + [True] * 4
     serve(rig, "third", chain("third", 8))
-    idle(rig)
+    rig.steps(2)
     assert rig.g1.evicted == first[:3:-1]
     assert in_host(rig, first) == [True] * 8
     assert rig.leader.counters.offload_skipped_blocks == 0
@@ -130,7 +123,7 @@ def test_forgotten_blocks_are_not_copied(rig, forget):
     else:
         rig.leader.forget_host(b"t")
     serve(rig, "filler", chain("filler", 24))
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, hashes) == [False] * 4
 
 
@@ -141,17 +134,16 @@ def test_with_auto_free_slots_are_filled_at_once_and_then_blocks_are_copied_late
     assert in_host(rig, first) == [True] * 8
     serve(rig, "second", second)
     serve(rig, "third", third)
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, first + second + third) == [True] * 16 + [False] * 8, "it is full"
     for number in range(3):
         assert rig.leader.counters.offload_blocks == 16, "these are in host memory when they are evicted"
         serve(rig, f"other{number}", chain(f"other{number}", 8))
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, third) == [True] * 8
     assert rig.g1.evicted == first[::-1] + second[::-1]
     assert rig.leader.counters.offload_blocks == 24
     assert rig.leader.counters.offload_skipped_blocks == 0
-    rig.close()
 
 
 def test_with_auto_nothing_is_lost_by_a_reset_of_g1_until_host_memory_is_full():
@@ -159,26 +151,17 @@ def test_with_auto_nothing_is_lost_by_a_reset_of_g1_until_host_memory_is_full():
     chains = [chain(f"c{number}", 6) for number in range(10)]
     for number, hashes in enumerate(chains):  # more than may be in flight in a step
         serve(rig, f"r{number}", hashes)
-        idle(rig)
+        rig.steps(2)
     rig.g1.contents.clear()
     assert [serve(rig, f"again{number}", hashes) for number, hashes in enumerate(chains)] == [(0, 6)] * 10
     assert rig.leader.counters.offload_blocks == 60
-    rig.close()
 
 
 def let_be_computed(rig: Rig, hashes: list[bytes]) -> list[int]:
     """The blocks of a request that goes on."""
-    blocks = rig.g1.allocate(len(hashes))
-    for block, one in zip(blocks, hashes, strict=True):
-        rig.g1.compute(block, one)
+    blocks = rig.hold(hashes)
     rig.leader.offload("a", hashes, blocks, computed_blocks=len(hashes), prompt_blocks=len(hashes))
     return blocks
-
-
-def end_copies(rig: Rig) -> None:
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
 
 
 class Examined:
@@ -215,11 +198,10 @@ def test_a_step_without_room_examines_nothing(monkeypatch, to_host):
     assert examined.order()[2] == 4
     for _ in range(3):
         assert examined.order() == (0, 0, 0)
-    end_copies(rig)
+    rig.end_copies()
     assert examined.order()[2] == 4, "it goes on"
-    end_copies(rig)
+    rig.end_copies()
     assert sum(in_host(rig, chain("a", 32))) == 8
-    rig.close()
 
 
 @pytest.mark.parametrize("to_host", ["auto", "on_evict"])
@@ -229,9 +211,7 @@ def test_a_step_examines_a_slice_at_most(monkeypatch, to_host):
     hashes = [one for number in range(8) for one in chain(f"c{number}", 4)]
     for number in range(8):
         part = hashes[4 * number : 4 * number + 4]
-        blocks = rig.g1.allocate(4)
-        for block, one in zip(blocks, part, strict=True):
-            rig.g1.compute(block, one)
+        blocks = rig.hold(part)
         rig.leader.offload(f"r{number}", part, blocks, computed_blocks=4, prompt_blocks=4)
         rig.leader.finish(f"r{number}", part)
         rig.g1.free(blocks[::-1])
@@ -240,9 +220,8 @@ def test_a_step_examines_a_slice_at_most(monkeypatch, to_host):
         assert looked_up <= 4
         assert seen <= copied
         assert ordered == 4
-    end_copies(rig)
+    rig.end_copies()
     assert sum(in_host(rig, hashes)) == 16
-    rig.close()
 
 
 def test_with_auto_blocks_that_were_evicted_while_too_many_were_in_flight_are_not_copied():
@@ -252,12 +231,11 @@ def test_with_auto_blocks_that_were_evicted_while_too_many_were_in_flight_are_no
     rig.order()
     for block in blocks[4:8]:
         del rig.g1.contents[block]
-    end_copies(rig)
+    rig.end_copies()
     orders = [rig.order(), rig.order()]
     assert [order.block_ids for plan in orders for order in plan.offloads] == [tuple(blocks[8:])]
-    end_copies(rig)
+    rig.end_copies()
     assert in_host(rig, hashes) == [True] * 4 + [False] * 4 + [True] * 4
-    rig.close()
 
 
 @pytest.mark.parametrize("is_noted", [False, True])
@@ -273,10 +251,9 @@ def test_a_block_that_is_evicted_and_filled_with_others_during_its_copy_is_lost_
         rig.leader.offload("other", other, [blocks[2]], computed_blocks=1, prompt_blocks=1)
     rig.g1.free([blocks[2]])
     rig.order()  # the queue has all blocks
-    end_copies(rig)
+    rig.end_copies()
     assert in_host(rig, hashes + other) == [True, True, False, True, is_noted]
     assert rig.leader.counters.offload_skipped_blocks == 1
-    rig.close()
 
 
 @pytest.mark.parametrize("is_same", [False, True])
@@ -290,16 +267,13 @@ def test_a_block_that_is_evicted_during_a_copy_to_a_free_slot_is_lost_once(is_sa
     rig.g1.use([blocks[2]])
     rig.g1.compute(blocks[2], hashes[2] if is_same else bytes(16))
     rig.g1.free([blocks[2]])
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     rig.leader.finish("a", hashes)
     assert in_host(rig, hashes) == [True, True, False, True]
     serve(rig, "other", chain("other", 32))
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, hashes)[2] is False
     assert rig.leader.counters.offload_skipped_blocks == 1
-    rig.close()
 
 
 def test_with_auto_a_block_that_the_engine_does_not_name_is_not_copied():
@@ -312,7 +286,6 @@ def test_with_auto_a_block_that_the_engine_does_not_name_is_not_copied():
     rig.leader.offload("a", hashes, blocks, computed_blocks=4, prompt_blocks=4)
     rig.step()
     assert in_host(rig, hashes) == [True] * 3 + [False]
-    rig.close()
 
 
 def test_another_tenant_is_not_forgotten(rig):
@@ -320,7 +293,7 @@ def test_another_tenant_is_not_forgotten(rig):
     serve(rig, "a@t", hashes)
     rig.leader.forget_host(b"other")
     serve(rig, "filler", chain("filler", 24))
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, hashes) == [True] * 4
 
 
@@ -343,8 +316,7 @@ def test_a_copy_that_runs_is_waited_for_until_it_ends_or_is_abandoned(rig):
     assert rig.leader.settle_offloads(), "it reads the blocks although nobody wants them"
     rig.leader.abandon_offloads()
     assert not rig.leader.settle_offloads()
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert in_host(rig, hashes) == [False] * 4
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
 
@@ -365,7 +337,6 @@ def test_equal_ranks_that_copy_a_block_before_and_after_its_eviction_do_not_turn
     rig.settle()
     assert in_host(rig, hashes) == [False] * 4
     assert rig.leader.counters.disabled == 0
-    rig.close()
 
 
 def test_equal_ranks_with_different_kv_turn_the_cache_off():
@@ -377,7 +348,6 @@ def test_equal_ranks_with_different_kv_turn_the_cache_off():
     rig.step()
     rig.settle()
     assert rig.leader.counters.disabled == 1
-    rig.close()
 
 
 @pytest.mark.parametrize("is_same", [False, True])
@@ -388,9 +358,7 @@ def test_a_block_that_is_filled_again_during_its_copy_is_not_registered(rig, is_
     block = next(block for block, content in rig.g1.contents.items() if content.name == hashes[2])
     rig.g1.use([block])
     rig.g1.compute(block, hashes[2] if is_same else bytes(16))
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     assert in_host(rig, hashes) == [True, True, False, True]
     assert rig.leader.counters.offload_skipped_blocks == 1
 
@@ -400,9 +368,7 @@ def test_a_block_that_a_request_uses_during_its_copy_is_registered(rig):
     let_be_evicted(rig, hashes)
     rig.order()
     rig.g1.find(hashes)
-    for rank in rig.ranks:
-        rank.run_all()
-    rig.settle()
+    rig.end_copies()
     assert in_host(rig, hashes) == [True] * 4
 
 
@@ -416,14 +382,13 @@ def test_blocks_that_found_no_room_are_tried_again():
         assert rig.leader.counters.offload_blocks == 0
     rig.step()
     assert in_host(rig, chain("a", 4)) == [True] * 4
-    rig.close()
 
 
 def test_blocks_that_were_evicted_without_a_copy_are_counted(rig):
     serve(rig, "a", chain("a", 32))
     serve(rig, "b", chain("b", 32))  # evicts all at once, before a step
     assert (rig.leader.counters.offload_blocks, rig.leader.counters.offload_skipped_blocks) == (0, 32)
-    idle(rig)
+    rig.steps(2)
     serve(rig, "c", chain("c", 32))
     assert (rig.leader.counters.offload_blocks, rig.leader.counters.offload_skipped_blocks) == (8, 32 + 24)
 
@@ -433,31 +398,28 @@ def test_a_copy_that_fails_is_a_miss_and_its_blocks_are_free_again(rig):
     serve(rig, "a", hashes)
     rig.ranks[0].copier.next("fail")
     serve(rig, "filler", chain("filler", 24))
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, hashes) == [False] * 4
     assert rig.leader.counters.offload_failed_blocks == 4
     assert rig.g1.references.total() == 0
     assert serve(rig, "again", hashes) == (4, 0)  # and noted again
     serve(rig, "more", chain("more", 24))
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, hashes) == [True] * 4
 
 
 def test_a_block_that_a_window_has_left_is_not_noted():
     rig = late_rig(groups=(Group(16, window_tokens=32),))
     hashes = chain("a", 4)
-    blocks = rig.g1.allocate(4)
-    for block, one in zip(blocks, hashes, strict=True):
-        rig.g1.compute(block, one)
+    blocks = rig.hold(hashes)
     table = [NO_BLOCK, NO_BLOCK, *blocks[2:]]
     rig.leader.offload("a", hashes, table, computed_blocks=4, prompt_blocks=4)
     rig.step()
     rig.leader.finish("a", hashes)
     rig.g1.free(blocks[::-1])
     serve(rig, "filler", chain("filler", 24))
-    idle(rig)
+    rig.steps(2)
     assert in_host(rig, hashes) == [False, False, True, True]
-    rig.close()
 
 
 @pytest.mark.parametrize("eviction", ["lru", "adaptive"])
@@ -473,7 +435,6 @@ def test_host_memory_evicts_blocks_that_are_in_g1_again_first_tail_first(evictio
     assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
     assert serve(rig, "in g1", first) == (4, 0)
     assert rig.leader.host.store.oldest(4) == tuple(first[::-1])
-    rig.close()
 
 
 @pytest.mark.parametrize(("to_host", "declines"), [("auto", True), ("on_evict", False)])
@@ -490,7 +451,6 @@ def test_with_auto_blocks_that_host_memory_would_not_keep_are_not_copied(to_host
     assert (rig.leader.host.store.match(kept) == 8) == declines
     counters = rig.leader.counters
     assert (counters.offload_declined_blocks > 0, counters.offload_skipped_blocks) == (declines, 0)
-    rig.close()
 
 
 def test_blocks_in_g1_count_as_if_they_were_in_host_memory():
@@ -501,23 +461,19 @@ def test_blocks_in_g1_count_as_if_they_were_in_host_memory():
     arrival = rig.leader._requests["second"].offloads[0].arrival
     assert (arrival.hit, arrival.reused_end, arrival.continues) == (4, 5, True)  # the history has every fourth block
     assert [mark & CLASS_MASK >= RESIDENT for mark in arrival.marks(0, 8)] == [True] * 4 + [False] * 4
-    rig.close()
 
 
 def test_the_tail_of_a_chain_of_many_slices_is_evicted_first():
     rig = late_rig(slots=64, blocks=64, reach=16, slice_blocks=4)
     hashes, host = chain("a", 14), rig.leader.host
     host.register(host.reserve(14), hashes, [True] * 14).release()
-    blocks = rig.g1.allocate(14)
-    for block, one in zip(blocks, hashes, strict=True):
-        rig.g1.compute(block, one)
+    blocks = rig.hold(hashes)
     for _ in range(4):
         rig.leader.offload("a", hashes, blocks, computed_blocks=14, prompt_blocks=14)
         rig.step()
     rig.leader.finish("a", hashes)
-    idle(rig, 4)
+    rig.steps(4)
     assert host.store.oldest(14) == tuple(hashes[::-1])
-    rig.close()
 
 
 def test_twice_as_many_blocks_are_watched_as_a_step_fills():
@@ -526,32 +482,27 @@ def test_twice_as_many_blocks_are_watched_as_a_step_fills():
         serve(rig, f"r{number}", chain(f"c{number}", 3))
     assert rig.leader.counters.offload_blocks == 0
     rig.g1.allocate(16)
-    idle(rig)
+    rig.steps(2)
     assert rig.leader.counters.offload_blocks == 6
-    rig.close()
 
 
 def test_much_host_memory_lets_more_blocks_be_watched_than_may_be_in_flight():
     rig = late_rig(slots=64, reach=4)
     serve(rig, "a", chain("a", 12))
     serve(rig, "b", chain("b", 12))
-    idle(rig, 4)
+    rig.steps(4)
     assert rig.leader.counters.offload_blocks == 8, "of the next 16 blocks, a quarter of host memory, 8 are free"
-    rig.close()
 
 
 def test_a_long_chain_is_noted_in_slices():
     rig = late_rig(slots=64, blocks=64, reach=16, slice_blocks=4)
     hashes = chain("a", 20)
-    blocks = rig.g1.allocate(20)
-    for block, one in zip(blocks, hashes, strict=True):
-        rig.g1.compute(block, one)
+    blocks = rig.hold(hashes)
     considered = 0
     for expected in (4, 8, 12, 16, 20, 20):
         considered = rig.leader.offload("a", hashes, blocks, computed_blocks=20, prompt_blocks=20)
         assert considered == expected
         rig.step()
-    rig.close()
 
 
 def test_with_adaptive_eviction_blocks_keep_the_class_of_their_request():
@@ -563,11 +514,10 @@ def test_with_adaptive_eviction_blocks_keep_the_class_of_their_request():
         rig.leader.match(name, hashes, 0)
         serve(rig, name, hashes)
         serve(rig, f"{name}-filler", chain(f"{name}-filler", 24))
-    idle(rig)
+    rig.steps(2)
     with store.pin(hashes) as held:
         marks = {store.policy.order.marks[slot] & CLASS_MASK for slot in held.slots}
     assert min(marks) > NEW
-    rig.close()
 
 
 HOST = {"host": {"blocks": 1}}
@@ -576,8 +526,8 @@ HOST = {"host": {"blocks": 1}}
 @pytest.mark.parametrize(
     ("tiers", "blocks", "reason"),
     [
-        (HOST, 1599, ""),
-        (HOST, 1600, "host memory has 1,600 blocks, at least 16 times the 100 of G1"),
+        (HOST, 1999, ""),
+        (HOST, 2000, "host memory has 2,000 blocks, at least 20 times the 100 of G1"),
         ({**HOST, "disk": {"blocks": 9}}, 10, "blocks on disk are kept for the next start"),
         ({**HOST, "disk": {"blocks": 9, "persist": False}}, 10, ""),
         ({**HOST, "shared": {"url": "s3://b/p"}}, 10, "the shared tier takes the blocks of a request at its end"),
@@ -616,8 +566,7 @@ def test_loads_bring_the_right_bytes_whatever_is_shared_evicted_and_reset(seed, 
         elif action < 0.2:
             rig.order()  # a step whose copies are late
     rig.ranks[0].copier.heal()
-    idle(rig, 4)
+    rig.steps(4)
     assert rig.g1.references.total() == 0
     assert len(rig.g1.queue) == rig.g1.block_count
     assert loaded or random
-    rig.close()

@@ -12,16 +12,12 @@ from kvbm.types import Tier
 
 @pytest.fixture
 def rig():
-    rig = Rig()
-    yield rig
-    rig.close()
+    return Rig()
 
 
 @pytest.fixture
 def two_ranks():
-    rig = Rig(ranks=2)
-    yield rig
-    rig.close()
+    return Rig(ranks=2)
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------
@@ -76,17 +72,14 @@ def test_a_block_in_g2_or_in_flight_is_not_copied_again(rig):
     rig.compute("first", hashes)
     rig.compute("second", hashes)
     assert [len(order.slots) for order in rig.order().offloads] == [3]
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     rig.compute("third", hashes)
     assert rig.order().is_empty()
 
 
 def test_blocks_that_the_engine_had_in_g1_already_are_offloaded_too(rig):
     hashes = chain("a", 4)
-    blocks = rig.g1.allocate(4)
-    for block, h in zip(blocks, hashes, strict=True):
-        rig.g1.compute(block, h)
+    blocks = rig.hold(hashes)
     rig.leader.offload("local-hit", hashes, blocks, computed_blocks=4, prompt_blocks=4)
     rig.step()
     assert rig.leader.match("other", hashes, 0) == 4
@@ -101,7 +94,6 @@ def test_generated_blocks_are_offloaded_unless_the_profile_says_no(rig):
     only_prompt.compute("r", hashes, prompt_blocks=1)
     only_prompt.step()
     assert only_prompt.leader.match("other", hashes, 0) == 1
-    only_prompt.close()
 
 
 def test_growing_request_offloads_each_block_once(rig):
@@ -121,8 +113,7 @@ def test_sources_stay_held_until_the_copy_has_read_them(rig):
     rig.order()
     rig.finish("r", hashes, blocks)
     assert [rig.g1.references[block] for block in blocks] == [1, 1]
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert [rig.g1.references[block] for block in blocks] == [0, 0]
     rig.load("again", hashes)
     rig.step()
@@ -135,14 +126,11 @@ def test_no_more_source_blocks_are_held_than_the_limit_and_the_rest_follows_late
     rig.order()
     assert sum(rig.g1.references.values()) == 5 + 2
     for _ in range(2):
-        rig.ranks[0].run_all()
-        rig.settle()
+        rig.end_copies()
         rig.leader.offload("r", hashes, blocks, computed_blocks=5, prompt_blocks=5)
         rig.order()
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert rig.leader.match("other", hashes, 0) == 5
-    rig.close()
 
 
 def test_what_did_not_fit_is_counted_when_its_request_ends():
@@ -151,7 +139,6 @@ def test_what_did_not_fit_is_counted_when_its_request_ends():
     blocks = rig.compute("r", hashes)
     rig.finish("r", hashes, blocks)
     assert rig.leader.counters.offload_skipped_blocks == 3
-    rig.close()
 
 
 def test_a_chain_larger_than_g2_keeps_its_head_and_copies_nothing_in_circles():
@@ -165,7 +152,6 @@ def test_a_chain_larger_than_g2_keeps_its_head_and_copies_nothing_in_circles():
     assert rig.leader.match("x", hashes, 0) == 4
     assert rig.leader.counters.offload_blocks == 4
     assert rig.leader.counters.evicted_blocks == 0
-    rig.close()
 
 
 def test_a_growing_chain_evicts_others_before_its_own_head():
@@ -181,7 +167,6 @@ def test_a_growing_chain_evicts_others_before_its_own_head():
         rig.step()
     assert rig.leader.match("x", hashes, 0) == 5
     assert rig.leader.match("y", other, 0) == 1
-    rig.close()
 
 
 def test_a_hit_in_g1_keeps_the_whole_chain_recent_head_last(rig):
@@ -226,8 +211,7 @@ def test_a_block_under_onboard_cannot_be_evicted(rig):
     sources = rig.compute("flood", other)
     rig.order()
     assert rig.leader.blocks()[Tier.HOST]["pinned"] == 4
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert all(rig.g1.holds(block, h) for block, h in zip(blocks, hashes, strict=True))
     rig.finish("flood", other, sources)
     assert len(plan.onboards) == 1
@@ -238,8 +222,7 @@ def test_two_requests_with_one_prefix_cause_one_load(rig):
     rig.load("first", hashes)
     assert rig.leader.match("second", hashes, 0) is None
     assert len(rig.order().onboards) == 1
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert rig.leader.match("second", hashes, 0) == 3
     assert rig.leader.counters.onboard_shared_requests == 1
 
@@ -269,8 +252,7 @@ def test_aborting_a_request_under_onboard_leaves_its_blocks_to_the_copy(rig):
     rig.order()
     rig.finish("r", hashes, blocks)
     assert all(rig.g1.references[block] == 1 for block in blocks)
-    rig.ranks[0].run_all()
-    assert rig.settle() == []
+    assert rig.end_copies() == []
     assert [(result.request_id, result.failed_block_ids) for result in rig.departed] == [("r", ())]
     assert all(rig.g1.references[block] == 0 for block in blocks)
     assert not rig.leader.has_pending()
@@ -282,8 +264,7 @@ def test_a_new_request_with_an_old_id_does_not_get_the_old_result(rig):
     rig.order()
     rig.finish("r", hashes, blocks)
     rig.leader.match("r", chain("z", 2), 0)
-    rig.ranks[0].run_all()
-    assert rig.settle() == []
+    assert rig.end_copies() == []
 
 
 def test_load_of_blocks_that_have_gone_since_the_match_fails_at_once(rig):
@@ -305,8 +286,7 @@ def test_reset_forgets_and_fails_what_is_in_flight_in_both_directions(rig):
     rig.compute("out", chain("b", 2))
     rig.order()
     rig.leader.reset()
-    rig.ranks[0].run_all()
-    (result,) = rig.settle()
+    (result,) = rig.end_copies()
     assert list(result.failed_block_ids) == blocks
     assert rig.leader.match("x", hashes, 0) == 0
     assert rig.leader.match("x", chain("b", 2), 0) == 0
@@ -335,8 +315,7 @@ def test_blocks_of_an_abandoned_offload_are_free_and_what_it_copies_is_not_regis
     assert not any(rig.g1.references.values())
     assert rig.leader.orders_in_flight() == {}, "they would be released again if the cache is turned off"
     rig.compute("overwrites", chain("b", 2))
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert rig.leader.match("other", hashes, 0) == 0
     rig.order()
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 2, "the copy of the newer request"
@@ -390,14 +369,12 @@ def test_counters_move_when_a_thing_has_happened_and_not_before(rig):
     rig.compute("r", chain("a", 2))
     rig.order()
     assert (counters.offload_blocks, counters.offload_bytes) == (0, 0)
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert (counters.offload_blocks, counters.offload_bytes) == (2, 2048)
     rig.load("s", chain("a", 2))
     rig.order()
     assert (counters.onboard_blocks, counters.matched_tokens) == (0, 0)
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert (counters.onboard_blocks, counters.onboard_bytes, counters.matched_tokens) == (2, 2048, 32)
 
 
@@ -427,44 +404,36 @@ def test_replayed_events_equal_what_match_finds(rig):
 
 def test_groups_are_offloaded_and_onboarded_side_by_side():
     rig = Rig(slots=16, blocks=32, groups=(Group(16), Group(16, window_tokens=20)))
-    try:
-        full, window = chain("full", 4), chain("window", 4)
-        for group, hashes in enumerate((full, window)):
-            blocks = rig.g1.allocate(4)
-            for block, block_hash in zip(blocks, hashes, strict=True):
-                rig.g1.compute(block, block_hash)
-            sources = blocks if group == 0 else [NO_BLOCK, NO_BLOCK, *blocks[2:]]
-            rig.leader.offload("a", hashes, sources, computed_blocks=4, prompt_blocks=4, group=group)
-        rig.step()
-        rig.leader.finish("a", full, window)
-        assert rig.leader.counters.offload_blocks == 6
-        assert rig.leader.match_groups("b", [full, window], 0, 64) == 64
-        assert rig.leader.match_groups("b", [full, window], 0, 63) == 0, "the window of a shorter hit is not there"
-        targets = rig.g1.allocate(6)
-        wanted = [*full, *window[2:]]
-        rig.leader.onboard("b", wanted, 0, targets, tokens=64)
-        (result,) = rig.step()
-        assert not result.failed_block_ids
-        assert all(rig.g1.holds(block, block_hash) for block, block_hash in zip(targets, wanted, strict=True))
-        assert rig.leader.counters.matched_tokens == 64
-    finally:
-        rig.close()
+    full, window = chain("full", 4), chain("window", 4)
+    for group, hashes in enumerate((full, window)):
+        blocks = rig.hold(hashes)
+        sources = blocks if group == 0 else [NO_BLOCK, NO_BLOCK, *blocks[2:]]
+        rig.leader.offload("a", hashes, sources, computed_blocks=4, prompt_blocks=4, group=group)
+    rig.step()
+    rig.leader.finish("a", full, window)
+    assert rig.leader.counters.offload_blocks == 6
+    assert rig.leader.match_groups("b", [full, window], 0, 64) == 64
+    assert rig.leader.match_groups("b", [full, window], 0, 63) == 0, "the window of a shorter hit is not there"
+    targets = rig.g1.allocate(6)
+    wanted = [*full, *window[2:]]
+    rig.leader.onboard("b", wanted, 0, targets, tokens=64)
+    (result,) = rig.step()
+    assert not result.failed_block_ids
+    assert all(rig.g1.holds(block, block_hash) for block, block_hash in zip(targets, wanted, strict=True))
+    assert rig.leader.counters.matched_tokens == 64
 
 
 def test_a_block_of_a_window_that_found_no_room_is_not_read_later_when_the_engine_may_have_reused_it():
     rig = Rig(slots=16, blocks=32, max_in_flight_blocks=2, groups=(Group(16), Group(16, window_tokens=20)))
-    try:
-        for group, expected in ((0, [1, 1, 1, 1]), (1, [0, 0, 1, 1])):
-            hashes, blocks = chain(f"group {group}", 4), rig.g1.allocate(4)
-            for block, block_hash in zip(blocks, hashes, strict=True):
-                rig.g1.compute(block, block_hash)
-            for _ in range(3):
-                rig.leader.offload("a", hashes, blocks, computed_blocks=4, prompt_blocks=4, group=group)
-                rig.step()
-            present = [rig.leader.match(f"c{i}", [h], 0) for i, h in enumerate(hashes)]
-            assert present == expected
-    finally:
-        rig.close()
+    for group, expected in ((0, [1, 1, 1, 1]), (1, [0, 0, 1, 1])):
+        hashes, blocks = chain(f"group {group}", 4), rig.g1.allocate(4)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            rig.g1.compute(block, block_hash)
+        for _ in range(3):
+            rig.leader.offload("a", hashes, blocks, computed_blocks=4, prompt_blocks=4, group=group)
+            rig.step()
+        present = [rig.leader.match(f"c{i}", [h], 0) for i, h in enumerate(hashes)]
+        assert present == expected
 
 
 # -- priorities --------------------------------------------------------------------------------------------------------
@@ -477,12 +446,9 @@ def test_a_block_of_a_window_that_found_no_room_is_not_read_later_when_the_engin
 def test_what_is_offloaded_ends_before_the_first_block_whose_priority_is_too_low(priorities, offloaded):
     rig = Rig(min_priority=30)
     hashes = chain("a", 4)
-    blocks = rig.g1.allocate(4)
-    for block, block_hash in zip(blocks, hashes, strict=True):
-        rig.g1.compute(block, block_hash)
+    blocks = rig.hold(hashes)
     for computed in (2, 4):  # in two chunks: the second adds nothing behind a gap
         rig.leader.offload("r", hashes, blocks, computed_blocks=computed, prompt_blocks=4, priorities=priorities)
         rig.step()
     assert rig.leader.match("next", hashes, 0) == offloaded
     assert rig.leader.counters.offload_blocks == offloaded
-    rig.close()

@@ -13,9 +13,7 @@ LENGTH = 10
 
 @pytest.fixture
 def rig():
-    rig = Rig(slots=16, blocks=64, slice_blocks=SLICE)
-    yield rig
-    rig.close()
+    return Rig(slots=16, blocks=64, slice_blocks=SLICE)
 
 
 def fill(rig, name, length):
@@ -112,8 +110,7 @@ def test_a_long_match_begins_again_after_another_hit_in_g1_or_a_reset(rig):
     assert match(rig, "r", hashes, 2)[0] == LENGTH - 2
     rig.leader.reset()
     assert match(rig, "r", hashes, 2)[0] == 0
-    for _ in range(8):
-        rig.step()
+    rig.steps(8)
     assert pinned(rig) == 0
 
 
@@ -142,7 +139,6 @@ def test_a_second_long_match_pins_nothing_if_both_would_pin_most_of_host_memory(
     assert match(rig, "r", first)[0] == LENGTH
     assert match(rig, "s", second) == (LENGTH, 1)
     assert pinned(rig) == LENGTH
-    rig.close()
 
 
 def test_all_requests_together_examine_one_slice_per_step():
@@ -151,15 +147,13 @@ def test_all_requests_together_examine_one_slice_per_step():
     for name, hashes in chains.items():
         rig.leader.match(name, hashes, 0)
     assert pinned(rig) == SLICE
-    rig.close()
 
 
 def test_the_pins_of_a_long_match_end_when_the_request_runs_without_a_load(rig):
     hashes = fill(rig, "a", LENGTH)
     match(rig, "r", hashes)
     blocks = rig.compute("r", hashes[:1])
-    for _ in range(5):
-        rig.step()
+    rig.steps(5)
     assert pinned(rig) == 0
     rig.finish("r", hashes, blocks)
 
@@ -169,8 +163,7 @@ def test_the_pins_of_a_long_match_end_when_nothing_may_be_loaded(rig):
     match(rig, "r", hashes)
     rig.leader._live("r").may_onboard = False
     assert rig.leader.match("r", hashes, 0) == 0
-    for _ in range(5):
-        rig.step()
+    rig.steps(5)
     assert pinned(rig) == 0
 
 
@@ -214,10 +207,8 @@ def test_long_loads_take_turns_and_a_short_one_does_not_wait():
     owners = {block: name for name, own in {**blocks, "t": in_short}.items() for block in own}
     turns = [[owners[order.block_ids[0]] for order in rig.order().onboards] for _ in range(6)]
     assert turns == [["t", "r"], ["s"], ["r"], ["s"], ["r"], ["s"]]
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     assert all(holds(rig, blocks[name], hashes) for name, hashes in chains.items())
-    rig.close()
 
 
 def test_a_request_that_ends_during_its_long_load_gets_no_more_slices(rig):
@@ -230,8 +221,7 @@ def test_a_request_that_ends_during_its_long_load_gets_no_more_slices(rig):
     others = rig.compute("other", chain("b", 7))
     for _ in range(8):
         assert not rig.order().onboards
-        rig.ranks[0].run_all()
-        assert rig.settle() == []
+        assert rig.end_copies() == []
     assert holds(rig, others, chain("b", 7)), "a slice was copied over the blocks of another request"
     assert [result.request_id for result in rig.departed] == ["r"]
     assert pinned(rig) == 0
@@ -241,7 +231,7 @@ def test_a_slice_that_fails_fails_the_load_and_the_slices_after_it_are_not_copie
     hashes = fill(rig, "a", LENGTH)
     rig.ranks[0].copier.at(1, "fail")
     blocks = load(rig, "r", hashes)
-    results = [result for _ in range(8) for result in rig.step()]
+    results = rig.steps(8)
     assert [(one.request_id, list(one.failed_block_ids)) for one in results] == [("r", blocks)]
     assert pinned(rig) == 0
     assert rig.leader.match("r", hashes, 0) == 0, "it computes"
@@ -252,7 +242,7 @@ def test_a_reset_ends_a_long_load_as_failed(rig):
     blocks = load(rig, "r", hashes)
     rig.step()
     rig.leader.reset()
-    results = [result for _ in range(8) for result in rig.step()]
+    results = rig.steps(8)
     assert [list(one.failed_block_ids) for one in results] == [blocks]
     assert rig.leader.blocks()[Tier.HOST]["free"] == 16
 
@@ -262,7 +252,7 @@ def test_an_engine_may_take_less_than_a_long_match_found(rig):
     match(rig, "r", hashes)
     blocks = rig.g1.allocate(7)
     rig.leader.onboard("r", hashes, 0, blocks)
-    results = [result for _ in range(8) for result in rig.step()]
+    results = rig.steps(8)
     assert [(list(one.block_ids), one.failed_block_ids) for one in results] == [(blocks, ())]
     assert holds(rig, blocks, hashes)
     assert pinned(rig) == 0
@@ -273,7 +263,7 @@ def test_a_load_of_other_blocks_than_the_match_found_uses_none_of_them(rig):
     other = fill(rig, "b", 5)
     blocks = rig.g1.allocate(5)
     rig.leader.onboard("r", other, 0, blocks)
-    assert len([result for _ in range(6) for result in rig.step()]) == 1
+    assert len(rig.steps(6)) == 1
     assert holds(rig, blocks, other)
     assert pinned(rig) == 0
 
@@ -287,12 +277,11 @@ def test_a_long_chain_in_both_tiers_is_loaded_byte_for_byte():
     assert in_host < LENGTH, "host memory has no room for all"
     blocks = load(rig, "r", hashes)
     assert len(blocks) == LENGTH
-    results = [result for _ in range(20) for result in rig.step()]
+    results = rig.steps(20)
     assert [(list(one.block_ids), one.failed_block_ids) for one in results] == [(blocks, ())]
     assert holds(rig, blocks, hashes)
     assert pinned(rig) == 0
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
-    rig.close()
 
 
 # -- offload and the end of a request ----------------------------------------------------------------------------------
@@ -304,8 +293,7 @@ def test_the_blocks_of_a_long_prefix_are_offloaded_in_slices(rig):
     sizes = []
     for _ in range(5):
         sizes.append([len(order.slots) for order in rig.order().offloads])
-        rig.ranks[0].run_all()
-        rig.settle()
+        rig.end_copies()
         rig.leader.offload("r", hashes, blocks, computed_blocks=LENGTH, prompt_blocks=LENGTH)
     assert sizes == [[3], [3], [3], [1], []]
     assert match(rig, "s", hashes)[0] == LENGTH
@@ -314,9 +302,7 @@ def test_the_blocks_of_a_long_prefix_are_offloaded_in_slices(rig):
 def test_a_long_prefix_in_g2_is_passed_over_so_that_a_short_answer_is_offloaded(rig):
     hashes = fill(rig, "a", LENGTH)
     longer = [*hashes, *chain("more", 1)]
-    blocks = rig.g1.allocate(LENGTH + 1)
-    for block, one in zip(blocks, longer, strict=True):
-        rig.g1.compute(block, one)
+    blocks = rig.hold(longer)
     considered = [
         rig.leader.offload("r", longer, blocks, computed_blocks=LENGTH + 1, prompt_blocks=LENGTH) for _ in range(2)
     ]
@@ -331,8 +317,7 @@ def test_the_end_of_a_long_request_makes_its_whole_chain_recent(rig):
     rig.leader.offload("r", hashes, list(range(LENGTH)), computed_blocks=1, prompt_blocks=LENGTH)
     rig.leader._live("r").hit_blocks = LENGTH
     rig.leader.finish("r", hashes)
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     store = rig.leader.host.store
     assert list(store.oldest(16)) == [*chain("b", 6)[::-1], *hashes[::-1]]
 
@@ -343,8 +328,7 @@ def test_the_offloads_of_all_requests_in_a_step_are_one_order(rig):
         rig.compute(f"r{number}", hashes)
     (order,) = rig.order().offloads
     assert len(order.slots) == len(order.block_ids) == 6
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert [rig.leader.match("x", hashes, 0) for hashes in chains] == [2, 2, 2]
 
 
@@ -355,11 +339,9 @@ def test_blocks_of_a_merged_order_keep_their_tenants():
         rig.compute(name, chain(name, 2))
     (order,) = rig.order().offloads
     assert len(order.slots) == 6
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     tenants = {rig.disk.kept[slot][0]: tenant for slot, tenant in rig.disk.tenants.items()}
     assert tenants == {one: name[2:].encode() for name in ("a@x", "b@y", "c@x") for one in chain(name, 2)}
-    rig.close()
 
 
 def test_completed_blocks_of_many_requests_are_offloaded_as_one_by_one():
@@ -384,8 +366,7 @@ def test_completed_blocks_of_many_requests_are_offloaded_as_one_by_one():
                 for name, one, ids, end, prompt in completed
             ]
         (order,) = rig.order().offloads
-        rig.ranks[0].run_all()
-        rig.settle()
+        rig.end_copies()
         matches = [rig.leader.match("x", hashes, 0) for hashes in chains.values()]
         found.append((considered, sorted(order.block_ids), matches))
         rig.close()
@@ -411,8 +392,7 @@ def test_of_a_merged_order_only_the_blocks_that_the_engine_took_back_are_dropped
     rig.compute("s", second)
     rig.order()
     rig.leader.discard_offloads(taken[1:])
-    rig.ranks[0].run_all()
-    rig.settle()
+    rig.end_copies()
     assert [rig.leader.match("x", hashes, 0) for hashes in (first, second)] == [1, 2]
 
 
@@ -440,4 +420,3 @@ def test_single_blocks_do_not_take_more_room_than_larger_requests_have_left():
     (order,) = rig.order().offloads
     assert len(order.block_ids) == 4
     assert sum(considered) - 3 == 4, "what found no room is tried again"
-    rig.close()

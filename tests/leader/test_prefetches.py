@@ -23,25 +23,22 @@ def make(disk=32, *, slots=8):
 
 @pytest.fixture
 def rig():
-    rig = make()
-    yield rig
-    rig.close()
-
-
-def settled(rig, steps=8):
-    for _ in range(steps):
-        rig.step()
+    return make()
 
 
 def only_on_disk(rig, name="a", length=4):
     """Blocks that have left host memory."""
     hashes = rig.fill(name, length)
-    settled(rig)
+    rig.steps(8)
     for other in ("x", "y"):
         rig.fill(other, 4)
-        settled(rig)
+        rig.steps(8)
     assert len(rig.leader.host.store.missing(hashes)) == length
     return hashes
+
+
+def queued(rig):
+    return rig.leader._prefetches._queued  # the counters know reads that have begun
 
 
 def looked_up(rig, hashes, request_id="r"):
@@ -55,7 +52,7 @@ def test_a_lookup_queues_what_is_on_disk_only_and_a_later_one_finds_it(rig):
     hashes = only_on_disk(rig)
     assert looked_up(rig, hashes) == 0
     assert not rig.disk.waiting, "the lookup itself starts no read"
-    settled(rig)
+    rig.steps(8)
     assert looked_up(rig, hashes, "again") == 4
     assert rig.leader.blocks()["G2"]["pinned"] == 0
 
@@ -63,7 +60,7 @@ def test_a_lookup_queues_what_is_on_disk_only_and_a_later_one_finds_it(rig):
 def test_blocks_that_were_read_are_loaded_like_any_other(rig):
     hashes = only_on_disk(rig)
     looked_up(rig, hashes)
-    settled(rig)
+    rig.steps(8)
     blocks = rig.load("again", hashes)
     (result,) = rig.step()
     assert (result.failed_block_ids, len(blocks)) == ((), 4)
@@ -88,15 +85,14 @@ def test_each_block_is_queued_once_and_no_more_than_host_memory_holds(rig):
         looked_up(rig, hashes, f"r{request}")
     rig.order()
     assert sorted(name for order in rig.disk.waiting for name in order.hashes) == sorted(hashes)
-    reads = rig.leader._prefetches
-    reads.want(rig.disk_tier, chain("many", 30), b"")
-    assert len(reads._queued) == rig.leader.host.capacity_blocks == 8
+    rig.leader._prefetches.want(rig.disk_tier, chain("many", 30), b"")  # lookups of so many are cut before
+    assert len(queued(rig)) == rig.leader.host.capacity_blocks == 8
 
 
 def test_a_block_that_is_being_read_is_not_read_again():
     rig = make(slots=32)
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(8)
     rig.leader.host.store.forget(hashes)
     for request in range(5):
         looked_up(rig, hashes, f"r{request}")
@@ -105,20 +101,19 @@ def test_a_block_that_is_being_read_is_not_read_again():
     rig.disk.run_all()
     rig.settle()
     rig.order()
-    assert not rig.leader._prefetches._queued
-    rig.close()
+    assert not queued(rig)
 
 
 def test_a_disk_that_is_off_is_not_read(rig):
     hashes = only_on_disk(rig)
     looked_up(rig, hashes)
     rig.disk.end()
-    settled(rig)
+    rig.steps(8)
     assert looked_up(rig, hashes, "again") == 0
     rig.disk.begin_again()
-    settled(rig)
+    rig.steps(8)
     assert looked_up(rig, hashes, "later") == 0
-    settled(rig)
+    rig.steps(8)
     assert looked_up(rig, hashes, "last") == 4
 
 
@@ -130,16 +125,16 @@ def test_a_reset_forgets_what_is_queued_and_what_is_being_read(rig):
     rig.leader.reset()
     rig.disk.run_all()
     rig.settle()
-    settled(rig)
+    rig.steps(8)
     assert looked_up(rig, hashes, "again") == 0
-    assert not rig.leader._prefetches._queued
+    assert not queued(rig)
     assert rig.leader.blocks()["G2"] == {"free": 8, "moving": 0, "pinned": 0, "evictable": 0}
 
 
 def test_blocks_have_the_tenant_of_the_request_that_looked_for_them(rig):
     hashes = only_on_disk(rig)
     rig.leader.match("r@alice", hashes, 0)
-    settled(rig)
+    rig.steps(8)
     tier = rig.disk_tier
     slots = rig.leader.host.store.pin(hashes)
     assert set(tier._host.labels.tenants_of(slots.slots)) == {b"alice"}
@@ -156,20 +151,18 @@ def test_a_start_reads_ahead_what_host_memory_has_room_for():
     rig = make()
     for name in "abc":
         rig.fill(name, 4)
-        settled(rig)
+        rig.steps(8)
     again = restarted(rig, EagerDisk(32))
     assert again.leader.blocks()["G2"]["evictable"] == 8
     assert again.leader.counters.evicted_blocks == 0
-    again.close()
 
 
 def test_a_start_does_not_wait_for_a_slow_disk(monkeypatch):
     rig = make()
     hashes = rig.fill("a", 4)
-    settled(rig)
+    rig.steps(8)
     monkeypatch.setattr(prefetches, "WARM_S", 0.0)
     again = restarted(rig, FakeDisk(32))
     assert looked_up(again, hashes) == 0
-    settled(again)
+    again.steps(8)
     assert looked_up(again, hashes, "again") == 4, "later steps continue"
-    again.close()

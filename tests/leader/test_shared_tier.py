@@ -24,9 +24,7 @@ def make(store=None, *, to_shared="always", slots=8, extent_blocks=2, writes=Tru
 
 @pytest.fixture
 def rig():
-    rig = make()
-    yield rig
-    rig.close()
+    return make()
 
 
 def written(name="a", length=4, **options):
@@ -41,6 +39,10 @@ def written(name="a", length=4, **options):
     second.store.list_all()
     second.step()
     return second, hashes
+
+
+def rates(rig):
+    return rig.leader._rates  # that of a real store is measured
 
 
 def names(store):
@@ -58,7 +60,7 @@ def begin_writes(rig):
 def serve(rig, request_id, hashes, steps=6):
     """A request from its arrival to the end of its load. Returns the results of its load."""
     rig.load(request_id, hashes)
-    return [result for _ in range(steps) for result in rig.step()]
+    return rig.steps(steps)
 
 
 # -- writes ------------------------------------------------------------------------------------------------------------
@@ -75,7 +77,6 @@ def test_a_store_that_starts_later_gets_the_runs_that_were_used_before():
     rig.store.extent_blocks, rig.store.is_on = 2, True
     rig.settle_store()
     assert names(rig.store) == {hashes[1], hashes[3]}
-    rig.close()
 
 
 def test_whole_runs_of_a_request_are_written_when_it_ends(rig):
@@ -100,7 +101,6 @@ def test_a_run_is_written_at_its_second_use_if_that_is_wanted():
     rig.leader.finish("again", hashes)
     rig.settle_store()
     assert names(rig.store) == {hashes[1], hashes[3]}
-    rig.close()
 
 
 def test_an_engine_that_only_reads_writes_nothing():
@@ -109,7 +109,6 @@ def test_an_engine_that_only_reads_writes_nothing():
     rig.settle_store()
     assert not rig.store.kept
     assert not rig.leader.has_pending()
-    rig.close()
 
 
 def test_the_head_of_a_chain_is_written_first():
@@ -117,7 +116,6 @@ def test_the_head_of_a_chain_is_written_first():
     hashes = rig.fill("a", 6)
     begin_writes(rig)
     assert [order.hashes[-1] for order in rig.store.waiting if isinstance(order, Put)] == hashes[1::2]
-    rig.close()
 
 
 def test_what_the_store_is_known_to_hold_is_not_written_again():
@@ -127,7 +125,6 @@ def test_what_the_store_is_known_to_hold_is_not_written_again():
     before = rig.store.writes
     rig.settle_store()
     assert rig.store.writes == before
-    rig.close()
 
 
 def test_blocks_are_pinned_while_they_are_written_and_only_then(rig):
@@ -168,7 +165,6 @@ def test_blocks_that_have_left_host_memory_are_not_written():
     rig.settle_store()
     assert not names(rig.store) & set(chain("a", 4))
     assert rig.leader.counters.shared.dropped_blocks >= 4
-    rig.close()
 
 
 def test_a_write_that_failed_is_not_found(rig):
@@ -205,7 +201,6 @@ def test_what_is_due_is_written_at_the_end(monkeypatch):
     rig.fill("a", 4)
     rig.leader.close()
     assert len(client.kept) == 2
-    rig.close()
 
 
 # -- reads -------------------------------------------------------------------------------------------------------------
@@ -220,7 +215,6 @@ def test_another_engine_loads_what_the_first_has_written():
     assert rig.leader.counters.shared.fetched_blocks == 4
     assert serve(rig, "again", hashes), "they are in host memory now"
     assert rig.leader.counters.shared.fetched_blocks == 4
-    rig.close()
 
 
 def test_blocks_that_have_come_go_to_disk_too():
@@ -232,7 +226,6 @@ def test_blocks_that_have_come_go_to_disk_too():
     rig.step()
     serve(rig, "r", hashes)
     assert {name for name, _ in rig.disk.kept.values()} == set(hashes)
-    rig.close()
 
 
 def test_of_a_run_only_what_is_missing_is_read():
@@ -240,7 +233,6 @@ def test_of_a_run_only_what_is_missing_is_read():
     rig.fill("a", 1)
     serve(rig, "r", hashes)
     assert rig.leader.counters.shared.fetched_blocks == 3
-    rig.close()
 
 
 def test_a_load_larger_than_host_memory_passes_through_it_from_the_store():
@@ -253,15 +245,12 @@ def test_a_load_larger_than_host_memory_passes_through_it_from_the_store():
     (result,) = serve(rig, "r", hashes, steps=30)
     assert not result.failed_block_ids
     assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids, hashes, strict=True))
-    first.close()
-    rig.close()
 
 
 def test_nothing_is_loaded_from_a_store_that_is_off():
     rig, hashes = written()
     rig.store.is_on = False
     assert rig.leader.match("r", hashes, 0) == 0
-    rig.close()
 
 
 @pytest.mark.parametrize("fault", ["fail", "bad"])
@@ -271,14 +260,13 @@ def test_a_run_that_cannot_be_read_cuts_the_load_and_is_forgotten(fault):
     rig.order()
     assert rig.store.run()  # the first run arrives
     assert rig.store.run(fault)
-    results = [result for _ in range(4) for result in rig.step()]
+    results = rig.steps(4)
     (result,) = results
     assert result.failed_block_ids == result.block_ids[2:]
     assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids[:2], hashes, strict=False))
     rig.leader.finish("r", hashes)
     assert rig.shared_tier.match(hashes, 0, 4) == 2, "only the run that failed is forgotten"
     assert rig.leader.counters.shared.read_failures == 1
-    rig.close()
 
 
 def test_an_object_that_another_engine_has_deleted_is_a_miss_and_forgotten():
@@ -287,7 +275,6 @@ def test_an_object_that_another_engine_has_deleted_is_a_miss_and_forgotten():
     (result,) = serve(rig, "r", hashes)
     assert result.failed_block_ids == result.block_ids
     assert rig.shared_tier.match(hashes, 0, 4) == 0
-    rig.close()
 
 
 def test_a_damaged_object_is_replaced_by_the_next_engine_that_computes_it():
@@ -302,7 +289,6 @@ def test_a_damaged_object_is_replaced_by_the_next_engine_that_computes_it():
     rig.fill("a", 4)
     rig.settle_store()
     assert rig.store.writes == before + 2
-    rig.close()
 
 
 def test_a_process_that_ends_fails_the_load_and_its_runs_are_found_again():
@@ -316,7 +302,6 @@ def test_a_process_that_ends_fails_the_load_and_its_runs_are_found_again():
     rig.leader.finish("r", hashes)
     rig.store.is_on = True
     assert rig.leader.match("next", hashes, 0) == 4
-    rig.close()
 
 
 def test_a_request_that_ends_while_its_runs_are_read_holds_its_blocks_until_nothing_writes_there():
@@ -324,29 +309,26 @@ def test_a_request_that_ends_while_its_runs_are_read_holds_its_blocks_until_noth
     blocks = rig.load("r", hashes)
     rig.order()
     rig.finish("r", hashes, blocks)
-    for _ in range(6):
-        rig.step()
+    rig.steps(6)
     assert not +rig.g1.references
     assert rig.leader.blocks()[Tier.HOST]["pinned"] == 0
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
-    rig.close()
 
 
 def test_an_object_that_will_expire_soon_is_written_again():
     rig, hashes = written()
-    get = rig.store._get
+    get = rig.store._get  # of the fake
 
     def aging(order, fault):
         result = get(order, fault)
         return type(result)(result.ticket, result.outcome, is_aging=True)
 
-    rig.store._get = aging
+    rig.store._get = aging  # of the fake
     serve(rig, "r", hashes)
     rig.leader.finish("r", hashes)
     before = rig.store.writes
     rig.settle_store()
     assert rig.store.writes == before + 2
-    rig.close()
 
 
 def test_a_load_whose_blocks_have_left_host_memory_since_the_match_is_computed():
@@ -356,9 +338,8 @@ def test_a_load_whose_blocks_have_left_host_memory_since_the_match_is_computed()
     rig.fill("b", 8)
     blocks = rig.g1.allocate(4)
     rig.leader.onboard("r", hashes, 0, blocks)
-    (result,) = [result for _ in range(6) for result in rig.step()]
+    (result,) = rig.steps(6)
     assert result.failed_block_ids == tuple(blocks)
-    rig.close()
 
 
 def test_a_run_that_comes_after_one_before_it_has_failed_is_kept_in_host_memory():
@@ -370,7 +351,6 @@ def test_a_run_that_comes_after_one_before_it_has_failed_is_kept_in_host_memory(
     rig.step()
     assert [rig.leader.host.store.contains(name) for name in hashes] == [False, False, True, True]
     assert rig.leader.blocks()[Tier.HOST]["pinned"] == 0
-    rig.close()
 
 
 # -- presence ----------------------------------------------------------------------------------------------------------
@@ -386,7 +366,6 @@ def test_a_request_waits_for_the_answer_of_the_store_and_then_loads():
     rig.store.run_all()
     rig.settle()
     assert rig.leader.match("r", hashes, 0) == 4
-    rig.close()
 
 
 def test_a_request_waits_at_most_two_steps_that_compute(rig):
@@ -441,31 +420,28 @@ def test_runs_are_computed_where_that_is_faster_than_reading_them():
     rig, hashes = written(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)  # 4 million tokens per second
-    rig.leader._rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    rates(rig).note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", hashes, 0) == 0
     assert rig.leader.counters.shared.declined_blocks == 4
-    rig.close()
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
 def test_the_rate_of_the_store_comes_from_reads_of_the_store_and_not_of_copies(is_copy):
     rig, hashes = written(reads_always=False)
-    get = rig.store._get
-    rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)
+    get = rig.store._get  # of the fake
+    rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)  # of the fake
     serve(rig, "r", hashes)
     assert rig.leader.counters.shared.fetched_blocks == 4
-    assert rig.leader._rates.reads[Tier.SHARED].blocks == (0 if is_copy else 4)
-    rig.close()
+    assert rates(rig).reads[Tier.SHARED].blocks == (0 if is_copy else 4)
 
 
 def test_a_store_that_is_slower_than_computing_is_not_asked():
     rig = make(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)
-    rig.leader._rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    rates(rig).note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", chain("a", 4), 0) == 0
     assert not rig.store.waiting
-    rig.close()
 
 
 def test_a_run_that_was_written_while_the_store_was_listed_stays_known():
@@ -478,7 +454,6 @@ def test_a_run_that_was_written_while_the_store_was_listed_stays_known():
     runs = shared.extents_of(hashes, 0, 4)
     assert len(runs) == 4 // rig.store.extent_blocks
     assert all(shared.contains(run.name) for run in runs)
-    rig.close()
 
 
 def test_a_longer_chain_does_not_wait_for_the_probe_of_a_shorter_one():
@@ -488,7 +463,6 @@ def test_a_longer_chain_does_not_wait_for_the_probe_of_a_shorter_one():
     rig.leader.match("long", hashes, 0)
     rig.leader.match("again", hashes[:4], 0)
     assert [len(order.names) for order in rig.store.waiting if isinstance(order, Probe)] == [1, 4]
-    rig.close()
 
 
 def test_an_engine_that_writes_nothing_keeps_no_list_of_what_to_replace():
@@ -503,7 +477,6 @@ def test_an_engine_that_writes_nothing_keeps_no_list_of_what_to_replace():
         rig.step()
     assert rig.leader.counters.shared.read_failures > 0
     assert not rig.shared_tier._to_replace
-    rig.close()
 
 
 # -- reset, several groups, engines that accept no failed load ---------------------------------------------------------
@@ -519,7 +492,6 @@ def test_after_a_reset_nothing_of_the_store_is_found_or_written():
     before = rig.store.writes
     rig.settle_store()
     assert rig.store.writes == before
-    rig.close()
 
 
 def test_a_read_that_a_reset_overtook_is_dropped():
@@ -528,10 +500,9 @@ def test_a_read_that_a_reset_overtook_is_dropped():
     rig.order()
     assert any(isinstance(order, Get) for order in rig.store.waiting)
     rig.leader.reset()
-    results = [result for _ in range(4) for result in rig.step()]
+    results = rig.steps(4)
     assert all(result.failed_block_ids == result.block_ids for result in results)
     assert not any(rig.leader.host.store.contains(name) for name in hashes)
-    rig.close()
 
 
 @pytest.mark.parametrize("is_configured", [False, True])
@@ -540,7 +511,6 @@ def test_a_configured_tier_that_is_not_opened_is_reported_as_off(is_configured):
     rig.fill("a", 4)
     rig.step()
     assert rig.leader.counters.shared.off == int(is_configured)
-    rig.close()
 
 
 def test_several_groups_find_blocks_by_the_index():
@@ -556,19 +526,16 @@ def test_several_groups_find_blocks_by_the_index():
     assert rig.leader.match_groups("s", (full, window), 0, 48) == 48
     blocks, wanted = rig.g1.allocate(4), [*full, window[-1]]
     rig.leader.onboard("s", wanted, 0, blocks, tokens=48)
-    results = [result for _ in range(6) for result in rig.step()]
+    results = rig.steps(6)
     assert [result.failed_block_ids for result in results] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
-    rig.close()
 
 
 def test_an_engine_that_accepts_no_failed_load_gets_runs_ahead_of_their_promise():
     rig, hashes = written(accepts_failed_loads=False)
     assert rig.leader.match("r", hashes, 0) == 0
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     assert rig.leader.match("s", hashes, 0) == 4
-    rig.close()
 
 
 def test_a_disk_and_a_store_serve_one_chain():
@@ -579,8 +546,7 @@ def test_a_disk_and_a_store_serve_one_chain():
     with_disk = {"fake_disk": disk, **disk_policy(writes="always", reads_always=True)}
     rig = make(FakeStore(2), **with_disk)
     rig.fill("a", 2)
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     rig.close()
     rig = make(store, **with_disk)
     store.list_all()
@@ -589,4 +555,3 @@ def test_a_disk_and_a_store_serve_one_chain():
     assert not result.failed_block_ids
     counters = rig.leader.counters
     assert (counters.disk.onboard_blocks, counters.shared.onboard_blocks) == (2, 4)
-    rig.close()

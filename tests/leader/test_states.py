@@ -42,10 +42,9 @@ class Served:
         lost = self.rig.leader.lost_state_tokens(request) // BLOCK
         for end in sorted({*boundaries, length} | ({hit + lost} if lost else set())):
             self.snapshot(request, names, end)
-        blocks = self.compute(names[0])
+        blocks = self.rig.hold(names[0])
         self.rig.leader.offload(request, names[0], blocks, computed_blocks=length, prompt_blocks=length)
-        self.rig.step()
-        self.rig.step()
+        self.rig.steps(2)
         self.rig.leader.finish(request, *names)
         self.rig.g1.release(blocks)
         return hit * BLOCK
@@ -57,22 +56,16 @@ class Served:
             wanted = [*names[0][:end], *(states[end - 1] for states in names[1:])]
             blocks = self.rig.g1.allocate(len(wanted))
             self.rig.leader.onboard(request, wanted, 0, blocks, tokens=matched)
-            results = [result for _ in range(4) for result in self.rig.step()]
+            results = self.rig.steps(4)
             assert [result.failed_block_ids for result in results] == [()]
             assert all(self.rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
             self.rig.g1.release(blocks)
         return end
 
-    def compute(self, hashes):
-        blocks = self.rig.g1.allocate(len(hashes))
-        for block, name in zip(blocks, hashes, strict=True):
-            self.rig.g1.compute(block, name)
-        return blocks
-
     def snapshot(self, request, names, end):
         """Offload it; the engine gives up the blocks at once, and only the leader holds them."""
         hashes = [states[end - 1] for states in names[1:]]
-        blocks = self.compute(hashes)
+        blocks = self.rig.hold(hashes)
         is_kept = self.rig.leader.offload_snapshot(request, hashes, blocks)
         self.rig.g1.release(blocks)
         return is_kept
@@ -87,7 +80,6 @@ def rig():
     rig = make()
     yield rig
     check_leader(rig.leader)
-    rig.close()
 
 
 @pytest.fixture
@@ -144,7 +136,6 @@ def test_no_tokens_are_lost_between_two_ends_of_state_blocks():
     rig.g1.release(blocks)
     assert rig.leader.match_groups("next", [attention, states], 0, 80) == 64
     assert rig.leader.lost_state_tokens("next") == 0
-    rig.close()
 
 
 # -- offloads ----------------------------------------------------------------------------------------------------------
@@ -160,7 +151,6 @@ def test_a_snapshot_is_offloaded_whole_or_not_at_all():
     served.snapshot("r", names, 2)
     rig.step()
     assert rig.leader.counters.offload_blocks == 4
-    rig.close()
 
 
 def test_only_the_lost_part_of_a_snapshot_is_copied_again(rig, served):
@@ -224,7 +214,6 @@ def test_a_model_of_states_only_is_served():
     (result,) = rig.step()
     assert not result.failed_block_ids
     assert rig.g1.holds(target[0], states[1])
-    rig.close()
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------------
@@ -238,7 +227,7 @@ def evicted(rig, count):
 def test_eviction_takes_what_serves_no_hit_first_and_then_shortens_the_chain_snapshot_by_snapshot(rig, served):
     served(("a", 4), boundaries=(1, 2))
     names = chains(("a", 4), ("beyond", 1))
-    beyond = served.compute(names[0][4:])
+    beyond = rig.hold(names[0][4:])
     rig.leader.offload("r", names[0], [NO_BLOCK] * 4 + beyond, computed_blocks=5, prompt_blocks=5)
     rig.step()
     rig.leader.finish("r", *names)
@@ -252,7 +241,7 @@ def test_eviction_takes_what_serves_no_hit_first_and_then_shortens_the_chain_sna
 
 def test_a_request_that_ends_before_its_copies_leaves_the_head_of_its_chain_newest(rig, served):
     names = chains(("a", 3))
-    blocks = served.compute(names[0])
+    blocks = rig.hold(names[0])
     served.snapshot("r", names, 3)
     rig.leader.offload("r", names[0], blocks, computed_blocks=3, prompt_blocks=3)
     rig.leader.finish("r", *names)
@@ -301,8 +290,7 @@ def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
     if to_disk == "on_evict":
         served(("b", 6))
         served(("c", 6))
-    for _ in range(6):
-        rig.step()
+    rig.steps(6)
     disk = rig.disk
     disk.waiting.clear()
     rig.close()
@@ -310,7 +298,6 @@ def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
     assert Served(rig)(("a", 4)) == 64
     assert rig.leader.counters.disk.onboard_blocks == 6
     check_leader(rig.leader)
-    rig.close()
 
 
 def test_host_memory_and_disk_together_serve_a_hit():
@@ -325,7 +312,6 @@ def test_host_memory_and_disk_together_serve_a_hit():
         rig.disk_tier.store.forget([states[3]])
     assert served(("a", 4)) == 64
     assert (rig.leader.counters.onboard_blocks, rig.leader.counters.disk.onboard_blocks) == (6, 4)
-    rig.close()
 
 
 def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_disk():
@@ -347,4 +333,3 @@ def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_d
     assert rig.leader.needs_settle(), "the load has been given up"
     assert [result.failed_block_ids for result in rig.settle()] == [tuple(range(len(wanted)))]
     assert not rig.leader.needs_settle()
-    rig.close()

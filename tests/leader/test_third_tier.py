@@ -109,7 +109,7 @@ def damage(rig, block_hash):
 
 
 def settled(rig, steps=8):
-    return [result for _ in range(steps) for result in rig.step()]
+    return rig.steps(steps)
 
 
 def load(rig, hashes):
@@ -129,7 +129,6 @@ def test_blocks_of_a_lower_tier_come_back_to_g1(kind, ranks):
     below = rig.leader.lower_tiers[0].kind
     assert rig.leader.counters.of(below).onboard_blocks == 4
     assert rig.leader.counters.hit_rate(below) == 1.0
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", TIERS)
@@ -142,7 +141,6 @@ def test_a_block_that_a_lower_tier_has_damaged_is_no_hit(kind):
     assert result.failed_block_ids in (tuple(blocks), tuple(blocks[2:]))
     assert all(map(rig.g1.holds, blocks[: 4 - len(result.failed_block_ids)], hashes))
     assert not rig.leader.host.store.contains(hashes[2])
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", TIERS)
@@ -154,7 +152,6 @@ def test_a_request_that_ends_during_a_read_leaves_no_slot_reserved(kind):
     assert settled(rig) == []
     assert rig.leader.blocks()[Tier.HOST]["moving"] == rig.leader.blocks()[Tier.HOST]["pinned"] == 0
     assert rig.leader.host.arriving_blocks == 0
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", TIERS)
@@ -167,7 +164,6 @@ def test_a_read_waits_while_host_memory_has_no_room(kind):
     assert tier.fetch(hashes[:1], b"", *extents) is None
     taken.release()
     assert tier.fetch(hashes[:1], b"", *extents) is not None
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", TIERS)
@@ -177,7 +173,6 @@ def test_an_engine_without_failed_loads_reads_a_lower_tier_ahead(kind):
     assert rig.leader.match("r", hashes, 0) == 0
     settled(rig)
     load(rig, hashes)
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", TIERS)
@@ -190,7 +185,6 @@ def test_after_a_reset_a_lower_tier_gives_no_block(kind):
     results = rig.settle() + settled(rig)
     assert [result.failed_block_ids for result in results] == [tuple(blocks)]
     assert rig.leader.match("again", hashes, 0) == 0
-    rig.close()
 
 
 def test_a_chain_lies_in_three_tiers_below_host_memory():
@@ -206,4 +200,3 @@ def test_a_chain_lies_in_three_tiers_below_host_memory():
     spans = [tier.match(hashes, 0, 6) for tier in (disk, store, third)]
     assert max(spans) < 6, "no tier has all of it"
     load(rig, hashes)
-    rig.close()

@@ -90,10 +90,10 @@ MUTANTS = (
         bug="The scratch directory of a killed doctor is not removed.",
         file="kvbm_cli/system/leftovers.py",
         old="""\
-        _remove_tree(self.directory)
+        remove_tree(self.directory)
         while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
             time.sleep(REMOVAL_INTERVAL_S)
-            _remove_tree(self.directory)
+            remove_tree(self.directory)
 """,
         new="""\
         while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
@@ -222,22 +222,6 @@ MUTANTS = (
         old='if hmac.compare_digest(given, token.encode(errors="surrogateescape"))',
         new="if True",
         fails="tests/embedded/test_server_admin.py",
-    ),
-    Mutant(
-        name="prompt-counts-once-per-answer",
-        bug="With `n` above 1, the usage counts the tokens of a prompt several times.",
-        file="kvbm/engines/embedded/http/choices.py",
-        old="usages[:: self._per_prompt]",
-        new="usages",
-        fails="tests/embedded/test_server_exchanges.py -k choices",
-    ),
-    Mutant(
-        name="all-answers-of-a-prompt-share-a-seed",
-        bug="With a seed, all `n` answers of a prompt are equal.",
-        file="kvbm/engines/embedded/http/prompt.py",
-        old="seed=params.seed + index",
-        new="seed=params.seed",
-        fails="tests/embedded/test_server_exchanges.py -k choices",
     ),
     Mutant(
         name="role-and-text-in-one-chunk",

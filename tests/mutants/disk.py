@@ -228,8 +228,8 @@ MUTANTS = (
         name="disk-tells-the-last-found-again",
         bug="the last of what was found at opening is told again and again",
         file="kvbm/tiers/disk/storage.py",
-        old="self._found = NOTHING if is_last else (slots",
-        new="self._found = (slots, hashes, written) if is_last else (slots",
+        old="self._found = NOTHING if is_last else tuple(",
+        new="self._found = self._found if is_last else tuple(",
         fails="tests/disk/test_storage.py -k told_some_at_a_time",
     ),
     Mutant(
@@ -343,8 +343,8 @@ MUTANTS = (
         name="doctor-takes-all-the-space",
         bug="The trial is bounded by the free space, not by a tenth of it.",
         file="kvbm_cli/doctor/probes/disk.py",
-        old="free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES",
-        new="free = self._free_bytes if self._total_bytes else UNKNOWN_SPACE_BYTES",
+        old="free = report.free_bytes // SHARE_OF_FREE if report.total_bytes else UNKNOWN_SPACE_BYTES",
+        new="free = report.free_bytes if report.total_bytes else UNKNOWN_SPACE_BYTES",
         fails="tests/doctor/test_disk_probe.py -k tenth",
     ),
     Mutant(

@@ -41,8 +41,8 @@ MUTANTS = (
         name="identity-reads-a-part",
         bug="only the first piece of a file counts",
         file="kvbm/identity/content.py",
-        old="            for piece in range(file.piece_count):\n",
-        new="            file.piece_count = 1\n            for piece in range(1):\n",
+        old="    return range(0, max(1, expected.size), PIECE_BYTES)\n",
+        new="    return range(1)\n",
         fails="tests/identity/test_look.py -k one_byte_anywhere",
     ),
     Mutant(
@@ -97,8 +97,8 @@ MUTANTS = (
         name="identity-digests-what-the-path-shows",
         bug="a file that was put in the place of the loaded one is digested",
         file="kvbm/identity/content.py",
-        old="        if Signature.of(os.fstat(self._fd)) != self._expected:",
-        new="        if os.fstat(self._fd).st_size != self._expected.size:",
+        old="    if Signature.of(os.fstat(fd)) != expected:",
+        new="    if os.fstat(fd).st_size != expected.size:",
         fails="tests/identity/test_loading.py -k between_the_load",
     ),
     Mutant(
@@ -336,9 +336,9 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-counts-replicas",
         bug="each data-parallel replica has a cache of its own",
-        file="kvbm/engines/vllm/options.py",
-        old='{"data_parallel_size", "data_parallel_size_local", "data_parallel_rank", ',
-        new='{"data_parallel_size_local", ',
+        file="kvbm/engines/vllm/options.yaml",
+        old="    - data_parallel_size data_parallel_size_local data_parallel_rank ",
+        new="    - data_parallel_size_local ",
         fails="tests/identity/test_namespace.py -k replicas_differ",
     ),
 )

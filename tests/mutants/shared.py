@@ -289,8 +289,8 @@ MUTANTS = (
         name="node-copy-is-not-awaited",
         bug="engines that read at the same time all ask the store",
         file="kvbm/tiers/shared/stores/node_copies.py",
-        old="is_patient = not one.is_fresh and now >= self._patient_from_s",
-        new="is_patient = False",
+        old="waits = keeps and not one.is_fresh and began_s >= self._patient_from_s",
+        new="waits = False",
         fails=f"{COPIES} -k requested_once",
     ),
     Mutant(
@@ -305,8 +305,8 @@ MUTANTS = (
         name="node-copy-is-read-into-memory-in-use",
         bug="a read of a copy that was given up changes what the request has read from the store meanwhile",
         file="kvbm/tiers/shared/stores/node_copies.py",
-        old="else self._on_disk(self._read_copy, name, one.length)",
-        new="else self._on_disk(lambda: (read_file(self._copies.open_file(name), one), b''))",
+        old="answer = read_file(descriptor, Incoming(name, [content], one.length))",
+        new="answer = read_file(descriptor, one)",
         fails=f"{COPIES} -k ends_late",
     ),
     Mutant(

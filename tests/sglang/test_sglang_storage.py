@@ -40,8 +40,8 @@ def disk(tmp_path):
 
 
 @contextmanager
-def opened(pool, tiers, **changes):
-    config = {"tiers": tiers, "metrics": {"serve": False}}
+def opened(pool, tiers, *, offload=None, **changes):
+    config = {"tiers": tiers, "metrics": {"serve": False}, **({"offload": offload} if offload else {})}
     backend = storage.KvbmHiCacheStorage(storage_config(config, **changes), {})
     backend.register_mem_pool_host(pool)
     try:
@@ -64,6 +64,11 @@ def filled(pool, pages):
     return [pool.content(page) for page in pages]
 
 
+def assert_come_back(backend, pool, keys, pages, expected):
+    assert backend.batch_get_v1(keys, pool.indices(*pages)) == [True] * len(keys)
+    assert_pages(pool, pages, expected)
+
+
 def assert_pages(pool, pages, expected):
     for page, content in zip(pages, expected, strict=True):
         assert (pool.content(page) == content).all(), page
@@ -83,8 +88,7 @@ def test_pages_come_back_into_other_places_after_a_restart(layout, is_mla, disk)
     other = SGLangHostPool(layout, is_mla=is_mla)
     with opened(other, {"disk": disk}, is_mla_model=is_mla) as backend:
         assert backend.batch_exists([*keys, *keys_of("b", 1)]) == 5
-        assert backend.batch_get_v1(keys, other.indices(30, 9, 2, 11, 4)) == [True] * 5
-        assert_pages(other, [30, 9, 2, 11, 4], expected)
+        assert_come_back(backend, other, keys, [30, 9, 2, 11, 4], expected)
         assert int(other.kv_buffer.count_nonzero()) == sum(int(one.count_nonzero()) for one in expected)
 
 
@@ -92,21 +96,17 @@ def test_pages_come_back_into_other_places_after_a_restart(layout, is_mla, disk)
 def test_more_pages_than_host_memory_pass_through_it(host, disk):
     pool, keys = SGLangHostPool("page_first", pages=180), keys_of("a", 90)
     expected = filled(pool, range(90))
-    config = {"tiers": {"disk": disk, "host": host}, "offload": {"to_disk": "always"}, "metrics": {"serve": False}}
-    backend = storage.KvbmHiCacheStorage(storage_config(config), {})
-    backend.register_mem_pool_host(pool)
     step = 90 if host is None else 8  # a host tier drops what does not fit; the buffer waits
-    for begin in range(0, 90, step):
-        span = range(begin, min(90, begin + step))
-        assert backend.batch_set_v1(keys[begin : begin + step], pool.indices(*span)) == [True] * len(span)
-        on_disk(backend, len(span) + begin)
-    assert backend.batch_exists(keys) == 90
-    assert backend.batch_get_v1(keys, pool.indices(*range(90, 180))) == [True] * 90
-    assert_pages(pool, range(90, 180), expected)
-    counters = leader_of(backend).counters
-    assert counters.onboard_blocks == 90
-    assert counters.disk.onboard_blocks >= 26
-    backend.close()
+    with opened(pool, {"disk": disk, "host": host}, offload={"to_disk": "always"}) as backend:
+        for begin in range(0, 90, step):
+            span = range(begin, min(90, begin + step))
+            assert backend.batch_set_v1(keys[begin : begin + step], pool.indices(*span)) == [True] * len(span)
+            on_disk(backend, len(span) + begin)
+        assert backend.batch_exists(keys) == 90
+        assert_come_back(backend, pool, keys, range(90, 180), expected)
+        counters = leader_of(backend).counters
+        assert counters.onboard_blocks == 90
+        assert counters.disk.onboard_blocks >= 26
 
 
 def test_kvbm_serve_finds_the_sizes_in_the_log(disk, caplog):
@@ -157,8 +157,7 @@ def test_a_flipped_byte_is_false_and_the_page_is_recomputed(disk, tmp_path):
         assert backend.batch_exists(keys) == 1
         assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [True] * 3
         on_disk(backend, 1)
-        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
-        assert_pages(pool, [10, 11, 12], expected)
+        assert_come_back(backend, pool, keys, [10, 11, 12], expected)
 
 
 def test_a_page_is_stored_only_when_all_of_it_is_copied(disk, monkeypatch):
@@ -203,8 +202,7 @@ def test_a_killed_disk_process_costs_misses_and_comes_back(disk):
         assert backend.batch_set_v1(keys_of("b", 1), pool.indices(0)) in ([False], [True])
         wait_until(lambda: leader_of(backend).is_on)
         assert backend.batch_exists(keys) == 3
-        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
-        assert_pages(pool, [10, 11, 12], expected)
+        assert_come_back(backend, pool, keys, [10, 11, 12], expected)
 
 
 def test_a_stopped_disk_process_costs_one_deadline_and_writes_no_page_later(disk):
@@ -259,8 +257,7 @@ def test_a_disk_process_that_is_stopped_while_the_storage_is_attached_is_used_wh
         assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [True] * 3
         on_disk(backend, 3)
         leader_of(backend).host.store.reset()
-        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
-        assert_pages(pool, [10, 11, 12], expected)
+        assert_come_back(backend, pool, keys, [10, 11, 12], expected)
         assert leader_of(backend).counters.faults == 0
 
 
@@ -272,38 +269,24 @@ def test_a_write_does_not_wait_for_the_shared_store(tmp_path, monkeypatch):
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 600.0)
     pool, keys = SGLangHostPool("page_first"), keys_of("a", 32)
     filled(pool, range(32))
-    config = {
-        "tiers": {"host": {"blocks": 8}, "shared": {"url": f"file://{tmp_path}/shared"}},
-        "offload": {"to_shared": "always"},
-        "metrics": {"serve": False},
-    }
-    backend = storage.KvbmHiCacheStorage(storage_config(config), {})
-    backend.register_mem_pool_host(pool)
-    wait_until(lambda: leader_of(backend).is_on)
-    monkeypatch.setattr(leader_of(backend).lower_tiers[0], "_begin_writes", lambda: None)
-    assert backend.batch_set_v1(keys, pool.indices(*range(32))) == [True] * 32
-    backend.close()
+    tiers = {"host": {"blocks": 8}, "shared": {"url": f"file://{tmp_path}/shared"}}
+    with opened(pool, tiers, offload={"to_shared": "always"}) as backend:
+        wait_until(lambda: leader_of(backend).is_on)
+        monkeypatch.setattr(leader_of(backend).lower_tiers[0], "_begin_writes", lambda: None)
+        assert backend.batch_set_v1(keys, pool.indices(*range(32))) == [True] * 32
 
 
 def test_two_engines_share_a_directory(tmp_path):
     keys = keys_of("a", 3)
-    shared = {"url": f"file://{tmp_path}/shared"}
     pools = [SGLangHostPool("page_first"), SGLangHostPool("page_first")]
     expected = filled(pools[0], range(3))
-    tiers = {"host": {"blocks": 32}, "shared": shared}
-    config = {"tiers": tiers, "offload": {"to_shared": "always"}, "metrics": {"serve": False}}
-    first, second = (storage.KvbmHiCacheStorage(storage_config(config), {}) for _ in range(2))
-    try:
-        first.register_mem_pool_host(pools[0])
-        assert first.batch_set_v1(keys, pools[0].indices(0, 1, 2)) == [True] * 3
-        wait_until(lambda: leader_of(first).counters.shared.offload_blocks == 3)
-        second.register_mem_pool_host(pools[1])
-        wait_until(lambda: second.batch_exists(keys) == 3)
-        assert second.batch_get_v1(keys, pools[1].indices(5, 6, 7)) == [True] * 3
-        assert_pages(pools[1], [5, 6, 7], expected)
-    finally:
-        first.close()
-        second.close()
+    tiers = {"host": {"blocks": 32}, "shared": {"url": f"file://{tmp_path}/shared"}}
+    first, second = (opened(pool, tiers, offload={"to_shared": "always"}) for pool in pools)
+    with first as writer, second as reader:
+        assert writer.batch_set_v1(keys, pools[0].indices(0, 1, 2)) == [True] * 3
+        wait_until(lambda: leader_of(writer).counters.shared.offload_blocks == 3)
+        wait_until(lambda: reader.batch_exists(keys) == 3)
+        assert_come_back(reader, pools[1], keys, [5, 6, 7], expected)
 
 
 def test_ranks_with_mla_share_one_copy_that_one_of_them_writes(tmp_path, disk):
@@ -318,8 +301,7 @@ def test_ranks_with_mla_share_one_copy_that_one_of_them_writes(tmp_path, disk):
         with opened(pools[1], tiers, **ranks[1]) as reader:
             assert [tier.kind for tier in leader_of(reader).lower_tiers] == [Tier.SHARED]
             wait_until(lambda: reader.batch_exists(keys) == 3)
-            assert reader.batch_get_v1(keys, pools[1].indices(5, 6, 7)) == [True] * 3
-            assert_pages(pools[1], [5, 6, 7], expected)
+            assert_come_back(reader, pools[1], keys, [5, 6, 7], expected)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,15 @@ import pytest
 from mooncake_pool import mooncake_pool, wait_until
 from storage_rig import SHARDS, make_run, opened, pattern
 
+# The part of the contract for which no object is changed from outside, with the rig of this module.
+from test_shared_contract import (  # noqa: F401
+    test_a_probe_finds_the_end_of_the_runs_that_are_present,
+    test_a_run_comes_back_byte_for_byte_into_other_slots,
+    test_a_second_write_of_a_run_finds_the_first,
+    test_only_the_wanted_blocks_are_written_to_host_memory,
+    test_what_was_never_written_is_absent,
+)
+
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.shared.object_store import Incoming, Outgoing
 from kvbm.tiers.shared.orders import Get, Outcome, Put
@@ -68,24 +77,6 @@ def comes_back(rig, run):
     return rig.get(run).outcome is Outcome.GOOD and rig.holds(32, run[0])
 
 
-def test_a_run_comes_back_byte_for_byte_into_other_slots(rig):
-    run = make_run(0)
-    assert rig.put(run).outcome is Outcome.GOOD
-    result = rig.get(run, first_slot=40)
-    assert result.outcome is Outcome.GOOD
-    assert all(rig.holds(40 + position, name) for position, name in enumerate(run))
-    assert not rig.shards[0][40:44, SHARDS[0] :].any()
-
-
-def test_only_the_wanted_blocks_are_written_to_host_memory(rig):
-    run = make_run(0)
-    rig.put(run)
-    assert rig.get(run, first_slot=40, wanted={1, 3}).outcome is Outcome.GOOD
-    assert rig.holds(41, run[1])
-    assert rig.holds(43, run[3])
-    assert not rig.shards[0][[40, 42]].any()
-
-
 def test_many_runs_move_in_one_call(rig):
     runs = [make_run(number) for number in range(8)]
     tickets = []
@@ -100,15 +91,6 @@ def test_many_runs_move_in_one_call(rig):
     ]
     assert all(rig.wait(ticket).outcome is Outcome.GOOD for ticket in tickets)
     assert all(rig.holds(32 + 4 * number, run[0]) for number, run in enumerate(runs))
-
-
-def test_what_was_never_written_is_absent(rig):
-    assert rig.assert_a_miss(make_run(5)).outcome is Outcome.ABSENT
-
-
-def test_a_second_write_of_a_run_finds_the_first(rig):
-    rig.put(make_run(0))
-    assert rig.put(make_run(0)).outcome is Outcome.EXISTS
 
 
 def test_an_object_of_this_name_is_kept_unless_it_is_replaced(rig):
@@ -131,14 +113,6 @@ def test_an_object_of_another_length_is_bad(rig, length):
     run = make_run(0)
     rig.store.put([Outgoing(rig.key(run), [bytes(length)])])
     assert rig.assert_a_miss(run).outcome is Outcome.BAD
-
-
-@pytest.mark.parametrize("present", [0, 1, 7, 30])
-def test_a_probe_finds_the_end_of_the_runs_that_are_present(rig, present):
-    runs = [make_run(number) for number in range(30)]
-    for run in runs[:present]:
-        rig.put(run)
-    assert rig.probe([run[-1] for run in runs]).present == present
 
 
 def test_no_listing_makes_written_runs_unknown(lasting_pool):

@@ -5,7 +5,7 @@ import time
 
 import obstore
 import pytest
-from storage_rig import make_run, opened
+from storage_rig import SHARDS, make_run, opened
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.shared import storage
@@ -27,6 +27,7 @@ def test_a_run_comes_back_byte_for_byte_into_other_slots(rig):
     result = rig.get(run, first_slot=40)
     assert result.outcome is Outcome.GOOD
     assert all(rig.holds(40 + position, name) for position, name in enumerate(run))
+    assert not rig.shards[0][40:44, SHARDS[0] :].any(), "only the payload"
 
 
 def test_only_the_wanted_blocks_are_written_to_host_memory(rig):

@@ -7,7 +7,7 @@ import pytest
 from kvbm.config.engine import VllmArguments
 from kvbm.config.schema import Profile
 from kvbm.engines.table import size
-from kvbm.engines.vllm.cpu import LatentAttention, LatentBackend
+from kvbm.engines.vllm.cpu import AMX_MLA, CPU_MLA, latent_attention
 from kvbm.engines.vllm.findings import latent_findings
 from kvbm.engines.vllm.sizing import Setting
 from kvbm.sizing import Cpu, SizeUnknown, Sizing, StateLevel, Wanted
@@ -57,20 +57,18 @@ def test_other_models_and_gpus_have_the_same_block_on_every_cpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "cpu", "backend"),
     [
-        ({"attention_backend": "CPU_MLA"}, WITH_AMX, LatentBackend.REFERENCE),
-        ({"attention_backend": "cpu_mla"}, WITH_AMX, LatentBackend.REFERENCE),
-        ({"attention_config": {"backend": "CPU_MLA"}}, WITH_AMX, LatentBackend.REFERENCE),
-        ({"attention_backend": "AMX_MLA"}, WITHOUT, LatentBackend.REFERENCE),
-        ({"attention_backend": "TRITON_MLA"}, WITH_AMX, LatentBackend.AMX),  # vLLM says that it cannot be used
-        ({"attention_config": {"flash_attn_version": 3}}, WITH_AMX, LatentBackend.AMX),
-        ({}, Cpu(WITH_AMX.flags, (0, 28)), LatentBackend.REFERENCE),
-        ({}, Cpu(WITH_AMX.flags, (0, 29)), LatentBackend.AMX),
+        ({"attention_backend": "CPU_MLA"}, WITH_AMX, CPU_MLA),
+        ({"attention_backend": "cpu_mla"}, WITH_AMX, CPU_MLA),
+        ({"attention_config": {"backend": "CPU_MLA"}}, WITH_AMX, CPU_MLA),
+        ({"attention_backend": "AMX_MLA"}, WITHOUT, CPU_MLA),
+        ({"attention_backend": "TRITON_MLA"}, WITH_AMX, AMX_MLA),  # vLLM says that it cannot be used
+        ({"attention_config": {"flash_attn_version": 3}}, WITH_AMX, AMX_MLA),
+        ({}, Cpu(WITH_AMX.flags, (0, 28)), CPU_MLA),
+        ({}, Cpu(WITH_AMX.flags, (0, 29)), AMX_MLA),
     ],
 )
-def test_arguments_and_version_choose_the_backend_as_in_vllm(
-    arguments: dict[str, Any], cpu: Cpu, backend: LatentBackend
-) -> None:
-    assert LatentAttention(VllmArguments.model_validate(arguments), cpu).backend is backend
+def test_arguments_and_version_choose_the_backend_as_in_vllm(arguments: dict[str, Any], cpu: Cpu, backend: str) -> None:
+    assert latent_attention(VllmArguments.model_validate(arguments), cpu).backend == backend
 
 
 @pytest.mark.parametrize("config", ['{"backend": "CPU_MLA"}', {"backend_per_kind": {"mla_attention": "CPU_MLA"}}])

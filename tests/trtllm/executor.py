@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from interface import Collectives, Manager, State, Version, arguments, installed, require_attention_dp
 
-from kvbm.engines.trtllm import meeting
+from kvbm.engines.trtllm.rank_side import RankSide
 
 BLOCK = 4
 LAYERS = 2
@@ -81,7 +81,7 @@ def expected(script: Script, rank_count: int) -> list[int]:
 
 
 class Request:
-    """What the bindings expose of a request, and what only the executor sees (names with an underscore)."""
+    """What the bindings expose of a request, and, from `script` on, what only the executor sees."""
 
     def __init__(self, script: Script) -> None:
         self.request_id = self.py_request_id = script.request_id
@@ -95,19 +95,19 @@ class Request:
         self.multimodal_hashes = list(script.media) if script.media else None
         self.multimodal_positions = [0] if script.has_media else None
         self.priority = script.priority
-        self._script = script
-        self._tokens = list(script.prompt)  # as the host sees them
-        self._device_tokens = list(script.prompt)
-        self._context_length = len(script.prompt)
-        self._blocks: list[int] = []
-        self._was_added = False
+        self.script = script
+        self.host_tokens = list(script.prompt)  # as the host sees them
+        self.device_tokens = list(script.prompt)
+        self.context_length = len(script.prompt)
+        self.blocks: list[int] = []
+        self.was_added = False
 
     def get_tokens(self, beam: int) -> list[int]:
-        return list(self._tokens)
+        return list(self.host_tokens)
 
     @property
     def context_remaining_length(self) -> int:
-        return self._context_length - self.context_current_position
+        return self.context_length - self.context_current_position
 
 
 class Cache:
@@ -130,7 +130,7 @@ class Cache:
         self._keys: dict[int, Any] = {}
 
     def block_ids(self, request: Request) -> list[list[int]]:
-        return [[ids[block] for block in request._blocks] for ids in self.ids]
+        return [[ids[block] for block in request.blocks] for ids in self.ids]
 
     def available(self) -> int:
         return len(self._free) + sum(not self._references[block] for block in self._stored.values())
@@ -164,7 +164,7 @@ class Cache:
         self._free.append(block)
 
     def reusable(self, request: Request) -> list[int]:
-        tokens, found = request._tokens, []
+        tokens, found = request.host_tokens, []
         for end in range(BLOCK, len(tokens), BLOCK):
             block = self._stored.get(self._key(request, end))
             if block is None:
@@ -174,8 +174,8 @@ class Cache:
 
     def store(self, request: Request, computed: int) -> None:
         """Keep the full blocks of the first `computed` tokens for reuse."""
-        for index in range(min(computed // BLOCK, len(request._blocks))):
-            key, block = self._key(request, (index + 1) * BLOCK), request._blocks[index]
+        for index in range(min(computed // BLOCK, len(request.blocks))):
+            key, block = self._key(request, (index + 1) * BLOCK), request.blocks[index]
             if key in self._stored:
                 self._stored.move_to_end(key)
             elif block not in self._keys:
@@ -190,21 +190,21 @@ class Cache:
         self._stored.clear()
 
     def _key(self, request: Request, end: int) -> Any:
-        script = request._script
-        return (script.salt, script.flavor, tuple(request._device_tokens[:end]))
+        script = request.script
+        return (script.salt, script.flavor, tuple(request.device_tokens[:end]))
 
     def read(self, request: Request, tokens: int) -> bytes:
         """The KV of the first tokens, token after token."""
         parts = []
         for index in range(-(-tokens // BLOCK)):
-            block = request._blocks[index]
+            block = request.blocks[index]
             layers = [view[ids[block]] for view, ids in zip(self._views, self.ids, strict=True)]
             for offset in range(min(BLOCK, tokens - index * BLOCK)):
                 parts += [layer[:, :, offset].tobytes() for layer in layers]
         return b"".join(parts)
 
     def write(self, request: Request, position: int, kv: bytes) -> None:
-        block, offset = request._blocks[position // BLOCK], position % BLOCK
+        block, offset = request.blocks[position // BLOCK], position % BLOCK
         share = len(kv) // len(self._views)
         for group, (view, ids) in enumerate(zip(self._views, self.ids, strict=True)):
             part = torch.frombuffer(bytearray(kv[group * share : (group + 1) * share]), dtype=torch.uint8).numpy()
@@ -258,7 +258,7 @@ class Rank:
         while waiting or self.active or self.saving or self.previous:
             while waiting and waiting[0].arrives <= iteration:
                 self.active.append(Request(waiting.pop(0)))
-            for request in [one for one in self.active if one._script.aborts_at == iteration]:
+            for request in [one for one in self.active if one.script.aborts_at == iteration]:
                 self.aborted.append(request.request_id)
                 self._end(request)
             self._iterate()
@@ -284,8 +284,8 @@ class Rank:
         for request, _ in batch.contexts:
             self.cache.store(request, request.context_current_position)
         for request in self.manager.get_finished():
-            self.cache.release(request._blocks)
-            request._blocks = []
+            self.cache.release(request.blocks)
+            request.blocks = []
             self.saving.remove(request)
         if not batch and not self.previous:
             time.sleep(0.0005)
@@ -299,35 +299,35 @@ class Rank:
         for request in self.active:
             if request.state is not State.CONTEXT_INIT or budget < BLOCK:
                 continue
-            if not request._blocks:
+            if not request.blocks:
                 if not self._fits(request, planned):
                     break
                 planned += self._needs(request)
-            count = request.context_remaining_length if request._blocks else request._context_length
+            count = request.context_remaining_length if request.blocks else request.context_length
             chunk = min(count, budget)
             budget -= chunk
             batch.contexts.append((request, chunk))
-        batch.generations = [request for request in batch.generations if request in self.active and request._blocks]
+        batch.generations = [request for request in batch.generations if request in self.active and request.blocks]
         return batch
 
     def _needs(self, request: Request) -> int:
-        script = request._script
+        script = request.script
         return -(-(len(script.prompt) + script.max_new + 2) // BLOCK)
 
     def _fits(self, request: Request, planned: int) -> bool:
         if self.engine.preempts:
-            return self.cache.available() > -(-request._context_length // BLOCK) + planned
-        promised = sum(max(0, self._needs(one) - len(one._blocks)) for one in self.active if one._blocks)
+            return self.cache.available() > -(-request.context_length // BLOCK) + planned
+        promised = sum(max(0, self._needs(one) - len(one.blocks)) for one in self.active if one.blocks)
         return self.cache.available() >= promised + planned + self._needs(request)
 
     def _has_room(self, request: Request) -> bool:
-        if len(request._device_tokens) <= len(request._blocks) * BLOCK:
+        if len(request.device_tokens) <= len(request.blocks) * BLOCK:
             return True
         if (block := self.cache.take()) is None:
             assert self.engine.preempts, "a scheduled request fits to its end"
-            self._pause(next(one for one in reversed(self.active) if one._blocks))
-            return self._has_room(request) if request._blocks else False
-        request._blocks.append(block)
+            self._pause(next(one for one in reversed(self.active) if one.blocks))
+            return self._has_room(request) if request.blocks else False
+        request.blocks.append(block)
         return True
 
     def _pause(self, request: Request) -> None:
@@ -335,21 +335,21 @@ class Rank:
         self.engine.pauses += 1
         if self.previous is not None:  # its token is in flight
             self.previous.sampled = [one for one in self.previous.sampled if one[0] is not request]
-        request._device_tokens = list(request._tokens)
+        request.device_tokens = list(request.host_tokens)
         self.manager.request_reset(request)
-        self.cache.release(request._blocks)
-        request._blocks = []
+        self.cache.release(request.blocks)
+        request.blocks = []
         request.state, request.context_current_position = State.CONTEXT_INIT, 0
-        request._context_length = len(request._tokens)
+        request.context_length = len(request.host_tokens)
 
     def _prepare(self, batch: Batch) -> None:
         for request, _ in batch.contexts:
-            if not request._blocks and self.manager.should_add_sequence(request):
+            if not request.blocks and self.manager.should_add_sequence(request):
                 self._add_sequence(request)
         batch.contexts = [
             (request, min(chunk, request.context_remaining_length))
             for request, chunk in batch.contexts
-            if request._blocks
+            if request.blocks
         ]
         for request, chunk in batch.contexts:
             request.context_chunk_size = chunk
@@ -361,14 +361,14 @@ class Rank:
         on_device = len(found) * BLOCK
         external = self.manager.get_num_new_matched_tokens(request, on_device)
         assert external % BLOCK == 0
-        assert on_device + external < request._context_length, "the last token must be computed"
+        assert on_device + external < request.context_length, "the last token must be computed"
         self.engine.external_tokens += external
-        request._blocks = found
-        while len(request._blocks) * BLOCK < request._context_length:
+        request.blocks = found
+        while len(request.blocks) * BLOCK < request.context_length:
             block = self.cache.take()
             assert block is not None
-            request._blocks.append(block)
-        request._was_added = True
+            request.blocks.append(block)
+        request.was_added = True
         request.context_current_position = on_device + external
         self.manager.update_state_after_alloc(request, self.cache.block_ids(request))
 
@@ -378,12 +378,12 @@ class Rank:
         spans = [
             (one, one.context_current_position, one.context_current_position + chunk) for one, chunk in batch.contexts
         ]
-        spans += [(one, len(one._device_tokens) - 1, len(one._device_tokens)) for one in batch.generations]
+        spans += [(one, len(one.device_tokens) - 1, len(one.device_tokens)) for one in batch.generations]
         digests = []
         for request, begin, end in spans:
             context = blake2b(self.cache.read(request, begin))
             for position in range(begin, end):
-                kv = _kv(context, request._device_tokens[position], request._script.flavor, self.rank)
+                kv = _kv(context, request.device_tokens[position], request.script.flavor, self.rank)
                 self.cache.write(request, position, kv)
                 context.update(kv)
             digests.append(context.digest())
@@ -394,35 +394,35 @@ class Rank:
         for index, (request, _, end) in enumerate(spans):
             if request.state is State.CONTEXT_INIT:
                 request.context_current_position = end
-                if end < request._context_length:
+                if end < request.context_length:
                     continue
                 request.state = State.GENERATION_IN_PROGRESS
             token = _sampled([digests[index] for digests in everyone])
-            request._device_tokens.append(token)
+            request.device_tokens.append(token)
             batch.sampled.append((request, token))
 
     def _append(self, request: Request, token: int) -> None:
         """The host learns a token, and whether the request has ended."""
         if request.state is not State.GENERATION_IN_PROGRESS or request not in self.active:
             return
-        request._tokens.append(token)
-        script = request._script
-        generated = len(request._tokens) - len(script.prompt)
+        request.host_tokens.append(token)
+        script = request.script
+        generated = len(request.host_tokens) - len(script.prompt)
         if generated == script.max_new or (script.stops_early and token % END == 0):
-            self.done[request.request_id] = request._tokens[len(script.prompt) :]
-            self.cache.store(request, len(request._tokens) - 1)
+            self.done[request.request_id] = request.host_tokens[len(script.prompt) :]
+            self.cache.store(request, len(request.host_tokens) - 1)
             self._end(request)
 
     def _end(self, request: Request) -> None:
         self.active.remove(request)
-        if not request._was_added:
+        if not request.was_added:
             return
         if self.manager.request_finished(request, self.cache.block_ids(request)):
             self.saving.append(request)
         else:
             request.state = State.GENERATION_COMPLETE
-            self.cache.release(request._blocks)
-            request._blocks = []
+            self.cache.release(request.blocks)
+            request.blocks = []
 
 
 class Engine:
@@ -474,7 +474,7 @@ class Engine:
         for part in (getattr(self, "leader", None), *getattr(self, "workers", ())):
             if part is not None:
                 part.shutdown()
-        meeting.leader_of_this_process = None
+        RankSide.leader = None
         del self.connector.os.environ["TLLM_KVBM_CONFIG"]
         self._installed.__exit__(None, None, None)
 

@@ -11,25 +11,12 @@ import pytest
 from bookkeeping import tier_of
 from executor import BLOCK, Engine, Script, expected
 from interface import V1_2, VERSIONS
-from test_disk_of_trtllm import asks, idle, leader_of
+from test_disk_of_trtllm import asks, idle, leader_of, reads_ahead
 
-from kvbm.identity import loading
 from kvbm.types import Tier
 
 RUN_TOKENS = 256  # blocks of the executor are small: a run has as many as it may
 PROMPT = tuple(range(1000, 1000 + RUN_TOKENS + 2))
-
-
-@pytest.fixture(autouse=True)
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model whose files are older than this process."""
-    monkeypatch.setattr(loading, "process_start_ns", lambda: 1 << 62)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    return str(directory)
 
 
 def engine_on(store: Path, model: str, version=V1_2, ranks: int = 1) -> Engine:
@@ -64,10 +51,10 @@ def filled(store: Path, model: str, version=V1_2, ranks: int = 1) -> None:
 
 def prefetched(engine: Engine) -> int:
     """Ask for the prompt, let what is known of it be read, and return how many of its tokens are found then."""
-    shared, reads = tier_of(leader_of(engine), Tier.SHARED), leader_of(engine)._prefetches
+    shared = tier_of(leader_of(engine), Tier.SHARED)
     idle(engine, lambda: len(shared.presence) > 0)
     assert asks(engine, PROMPT, 50) == 0, "its blocks are in the store only"
-    idle(engine, lambda: not (any(reads._wanted.values()) or reads._open or shared.is_busy()))
+    idle(engine, lambda: not (reads_ahead(engine) or shared.is_busy()))
     return asks(engine, PROMPT, 51)
 
 

@@ -43,6 +43,18 @@ def assert_right(results, ranks):
         assert tokens == expected(script, ranks), f"request {script.request_id}"
 
 
+def assert_right_again(engine, results, ranks, *, max_new):
+    """Ask all prompts again, with an empty G1."""
+    engine.forget_device()
+    again = [Script(50 + index, script.prompt, max_new) for index, (script, _) in enumerate(results)]
+    done = engine.run(again)
+    assert_right([(script, done[script.request_id]) for script in again], ranks)
+
+
+def workers_of(engine):
+    return [worker for side in engine.workers for worker in side.side._workers]  # each has a copier to replace
+
+
 @pytest.mark.sampled(5)
 @everywhere
 def test_conversations_get_the_tokens_of_an_engine_without_a_cache(version, ranks, overlaps):
@@ -51,10 +63,7 @@ def test_conversations_get_the_tokens_of_an_engine_without_a_cache(version, rank
         assert_right(results, ranks)
         assert engine.counters.offload_blocks > 0
         engine.wait_for_saves()
-        engine.forget_device()
-        again = [Script(50 + index, script.prompt, 5) for index, (script, _) in enumerate(results)]
-        done = engine.run(again)
-        assert_right([(script, done[script.request_id]) for script in again], ranks)
+        assert_right_again(engine, results, ranks, max_new=5)
         assert engine.external_tokens >= 3 * BLOCK * ranks
         assert engine.counters.onboard_blocks > 0
         assert not engine.leader.side.boundary.is_off
@@ -91,7 +100,7 @@ class Flaky:
 
 
 def make_flaky(engine):
-    workers = [worker for side in engine.workers for worker in side.side._workers]
+    workers = workers_of(engine)
     for worker in workers:
         worker.copier = Flaky(worker.copier)
     return [worker.copier for worker in workers]
@@ -103,11 +112,8 @@ def test_copies_that_fail_cost_time_and_no_token(version, ranks, overlaps):
     with Engine(version, rank_count=ranks, overlaps=overlaps, device_blocks=22, host_blocks=14) as engine:
         copiers = make_flaky(engine)
         results = conversations(engine, users=4)
-        engine.forget_device()
-        again = [Script(50 + index, script.prompt, 5) for index, (script, _) in enumerate(results)]
-        done = engine.run(again)
         assert_right(results, ranks)
-        assert_right([(script, done[script.request_id]) for script in again], ranks)
+        assert_right_again(engine, results, ranks, max_new=5)
         assert all(copier.failures for copier in copiers)
         assert engine.counters.offload_failed_blocks > 0
         assert engine.counters.onboard_failed_blocks == 0
@@ -130,11 +136,8 @@ def test_results_that_are_lost_cost_hits_and_no_token(version, ranks, overlaps, 
 
         monkeypatch.setattr(RealWorker, "_run_offload", lose_every_second)
         results = conversations(engine, users=4)
-        engine.forget_device()
-        again = [Script(50 + index, script.prompt, 5) for index, (script, _) in enumerate(results)]
-        done = engine.run(again)
         assert_right(results, ranks)
-        assert_right([(script, done[script.request_id]) for script in again], ranks)
+        assert_right_again(engine, results, ranks, max_new=5)
         assert len(lost) > 2
         assert all(not rank.saving for rank in engine.ranks)
 
@@ -166,9 +169,8 @@ def test_aborted_requests_leave_their_blocks_to_the_copies(version, ranks, overl
 
 
 def slow(engine, seconds):
-    for side in engine.workers:
-        for worker in side.side._workers:
-            worker.copier = Slow(worker.copier, seconds)
+    for worker in workers_of(engine):
+        worker.copier = Slow(worker.copier, seconds)
 
 
 class Slow:
@@ -195,10 +197,7 @@ def test_paused_requests_compute_again_in_other_blocks(ranks, overlaps):
         results = conversations(engine, users=5, turns=2, stops_early=False, max_new=12)
         assert_right(results, ranks)
         engine.wait_for_saves()
-        engine.forget_device()
-        again = [Script(50 + index, script.prompt, 3) for index, (script, _) in enumerate(results)]
-        done = engine.run(again)
-        assert_right([(script, done[script.request_id]) for script in again], ranks)
+        assert_right_again(engine, results, ranks, max_new=3)
         assert engine.pauses > 0
         assert engine.external_tokens > 0
 

@@ -16,10 +16,8 @@ from interface import (
     V1_3,
     V1_3_WITH_SALT_IDS,
     VERSIONS,
-    Collectives,
     GroupedScheduler,
     WorkerWithLayout,
-    installed,
     require_attention_dp,
 )
 
@@ -567,15 +565,6 @@ def test_the_connector_can_be_imported_without_tensorrt_llm():
     script = "import sys, kvbm.trtllm_integration.connector; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@every_version
-def test_the_classes_implement_the_interface_of_this_version(version):
-    with installed(version, Collectives(1)) as (connector, interface):
-        assert issubclass(connector.DynamoKVBMConnectorLeader, interface.KvCacheConnectorScheduler)
-        assert issubclass(connector.DynamoKVBMConnectorWorker, interface.KvCacheConnectorWorker)
-        assert not connector.DynamoKVBMConnectorLeader.__abstractmethods__
-        assert not connector.DynamoKVBMConnectorWorker.__abstractmethods__
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,19 @@ class Offloading:
         self.contents = bytes_of  # of a block, by its key
         self.settle()  # the disk is off until the files of the model are identified
 
+    @property
+    def leader(self):
+        return self.tier._leader  # vLLM sees nothing of it
+
+    @property
+    def shared(self):
+        return self.leader.lower_tiers[-1]
+
+    @property
+    def jobs(self):
+        """Those that vLLM waits for."""
+        return self.manager._jobs  # `has_pending_work` covers the tier's own work too
+
     def __enter__(self) -> Offloading:
         return self
 
@@ -144,23 +157,23 @@ class Offloading:
         self.step()
         end_s = time.monotonic() + timeout_s
         while self.manager.has_pending_work() or not (
-            self.tier.boundary.is_off or self.tier._cause or self.tier._leader.is_on or self.cannot_open()
+            self.tier.boundary.is_off or self.tier._cause or self.leader.is_on or self.cannot_open()
         ):
-            assert time.monotonic() < end_s, f"still busy: {self.manager._jobs}"
+            assert time.monotonic() < end_s, f"still busy: {self.jobs}"
             self.step()
             time.sleep(0.001)
 
     def cannot_open(self) -> bool:
         """Whether files are there that the disk process refuses, or this engine uses no tier."""
-        services = [getattr(tier, "disk", None) or tier.client for tier in self.tier._leader.lower_tiers]
+        services = [getattr(tier, "disk", None) or tier.client for tier in self.leader.lower_tiers]
         return not services or any(service._last_error for service in services)
 
     def settle_jobs(self, timeout_s: float = 60.0) -> None:
         """Step until vLLM waits for no job of the tier."""
         self.step()
         end_s = time.monotonic() + timeout_s
-        while self.manager._jobs:
-            assert time.monotonic() < end_s, f"still busy: {self.manager._jobs}"
+        while self.jobs:
+            assert time.monotonic() < end_s, f"still busy: {self.jobs}"
             self.step()
             time.sleep(0.001)
 
@@ -182,7 +195,7 @@ class Offloading:
 
     def store_on_disk(self, keys: Collection[bytes]) -> None:
         """Like `store`, one block after the other: a host tier of few blocks drops those that the disk is late for."""
-        (disk,) = self.tier._leader.lower_tiers
+        (disk,) = self.leader.lower_tiers
         for key in keys:
             self.store([key])
             end_s = time.monotonic() + 60
@@ -195,7 +208,7 @@ class Offloading:
         """Empty vLLM's host memory and kvbm's own, without telling the tier."""
         self.settle()
         self.primary.reset_cache()
-        self.tier._leader.host.store.reset()
+        self.leader.host.store.reset()
 
     def ask(self, keys: Sequence[bytes], context: ReqContext) -> list[LookupResult]:
         """Look keys up as vLLM's scheduler does: up to the first that is missing."""

@@ -58,6 +58,10 @@ def parser() -> Any:
     return importlib.import_module(f"{package}.cli_args").make_arg_parser(FlexibleArgumentParser())
 
 
+def actions():
+    return parser()._actions  # argparse lists them nowhere else
+
+
 def parsed(profile: Profile, installation: Installation | None) -> Any:
     """What vLLM makes of the words behind its command, or behind its module."""
     argv = plan(profile, connector=True, port=8001, installation=installation).argv
@@ -90,12 +94,12 @@ def test_every_kind_of_value_arrives_as_it_was_meant(installation: Installation 
 
 
 def test_flags_that_kvbm_knows_by_name_exist_and_take_what_it_thinks() -> None:
-    options = [(option, action) for action in parser()._actions for option in action.option_strings]
-    actions = {option.removeprefix("--"): action for option, action in options if option.startswith("--")}
+    options = [(option, action) for action in actions() for option in action.option_strings]
+    by_name = {option.removeprefix("--"): action for option, action in options if option.startswith("--")}
     known = {*VllmArguments.model_fields, *ONLY_ON, *REPEATED, *JSON_LISTS}
-    assert {name for name in known if name.replace("_", "-") not in actions} == set()
-    without_a_value = {name for name, action in actions.items() if type(action).__name__ == "_StoreTrueAction"}
-    repeated = {name for name, action in actions.items() if type(action).__name__ == "_AppendAction"}
+    assert {name for name in known if name.replace("_", "-") not in by_name} == set()
+    without_a_value = {name for name, action in by_name.items() if type(action).__name__ == "_StoreTrueAction"}
+    repeated = {name for name, action in by_name.items() if type(action).__name__ == "_AppendAction"}
     assert {name.replace("_", "-") for name in ONLY_ON | KVBM_SETS.keys()} >= without_a_value
     assert {name.replace("_", "-") for name in REPEATED} == repeated
 
@@ -103,7 +107,7 @@ def test_flags_that_kvbm_knows_by_name_exist_and_take_what_it_thinks() -> None:
 @pytest.mark.filterwarnings("ignore:--log-config-file is deprecated")
 def test_every_flag_that_profiles_are_tested_with_is_one_of_this_vllm_and_is_parsed() -> None:
     flags = yaml.safe_load((Path(__file__).parents[1] / "config/vllm_flags.yaml").read_text())
-    options = {option for action in parser()._actions for option in action.option_strings if option.startswith("--")}
+    options = {option for action in actions() for option in action.option_strings if option.startswith("--")}
     assert flags.keys() == {option.removeprefix("--") for option in options if not option.startswith("--no-")}
     parsed_here = flags.keys() - {"help", "config"}  # one ends the program, the other names a file
     words = [word for name in parsed_here for word in _flag(name.replace("-", "_"), flags[name])]
@@ -111,7 +115,7 @@ def test_every_flag_that_profiles_are_tested_with_is_one_of_this_vllm_and_is_par
 
 
 def test_the_importer_knows_names_and_numbers_of_values_of_this_parser() -> None:
-    flags = [(word, action) for action in parser()._actions for word in action.option_strings]
+    flags = [(word, action) for action in actions() for word in action.option_strings]
     numbers = {word[2:].replace("-", "_"): action.nargs for word, action in flags if word.startswith("--")}
     counts = {name: {0: 0, "*": 2, "+": 2}.get(number, 1) for name, number in numbers.items()}
     assert {name: min(value_count(name, "vllm"), 2) for name in counts} == counts
@@ -153,7 +157,7 @@ def test_the_command_for_vllms_own_offloading_is_understood(tmp_path: Path) -> N
 
 
 def test_flags_read_from_the_source_are_those_of_the_parser() -> None:
-    options = {option for action in parser()._actions for option in action.option_strings if option.startswith("--")}
+    options = {option for action in actions() for option in action.option_strings if option.startswith("--")}
     names = {option.removeprefix("--").replace("-", "_") for option in options if not option.startswith("--no-")}
     found = find(sys.executable, PACKAGE)
     assert found is not None

@@ -95,55 +95,38 @@ REPORTS_FAILURES = {
 }
 
 
+FAILS = {"kv_load_failure_policy": "fail"}  # it ends requests after a failed load
+RECOMPUTE = '"kv_load_failure_policy": "recompute"'
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "words", "remedy"),
     [
-        multi(OURS, REPORTS_FAILURES),
-        multi(REPORTS_FAILURES, OURS),
-        multi(multi(OURS), multi(EXAMPLE, REPORTS_FAILURES)),
+        # kvbm would store what the step has computed from blocks that were not loaded.
+        (multi(OURS, REPORTS_FAILURES), "ReportsFailures cannot run with kvbm", ""),
+        (multi(REPORTS_FAILURES, OURS), "ReportsFailures cannot run with kvbm", ""),
+        (multi(multi(OURS), multi(EXAMPLE, REPORTS_FAILURES)), "ReportsFailures cannot run with kvbm", ""),
+        # Two children with handshakes. Ours twice would use one host memory for two leaders.
+        (multi(OURS, NIXL), "DynamoConnector, NixlConnector", "PdConnector"),
+        (multi(NIXL, OURS), "NixlConnector, DynamoConnector", "PdConnector"),
+        (multi(OURS, OURS), "DynamoConnector, DynamoConnector", "PdConnector"),
+        (multi(EXAMPLE, multi(OURS), NIXL), "DynamoConnector, NixlConnector", "PdConnector"),
+        (multi(pd(), NIXL), "PdConnector, NixlConnector", "PdConnector"),
+        (multi(OURS, **FAILS), "kv_load_failure_policy `fail`", RECOMPUTE),
+        (multi(multi(OURS)) | FAILS, "kv_load_failure_policy `fail`", RECOMPUTE),
+        (multi(OURS, kv_role="kv_producer"), "kv_role `kv_producer`", ""),
+        (pd(kv_role="kv_producer"), "kv_role `kv_producer`", ""),
     ],
 )
-def test_a_connector_whose_loads_fail_after_the_step_is_refused(monkeypatch, config):
-    """kvbm would store what the step has computed from blocks that were not loaded."""
-    with pytest.raises(ProfileError, match="ReportsFailures cannot run with kvbm"):
+def test_a_parent_or_sibling_with_which_answers_could_be_wrong_is_refused(monkeypatch, config, words, remedy):
+    with pytest.raises(ProfileError, match=words) as caught:
         check(monkeypatch, config)
+    assert remedy in f"{caught.value.message} {caught.value.hint}"
 
 
 @pytest.mark.parametrize("child", [MOONCAKE, FAULTY_CONNECTOR])
 def test_a_connector_that_reports_failures_before_the_step_is_accepted(child):
     assert not placement._may_fail_in_a_step(KVTransferConfig(**child))
-
-
-@pytest.mark.parametrize(
-    ("config", "names"),
-    [
-        (multi(OURS, NIXL), "DynamoConnector, NixlConnector"),
-        (multi(NIXL, OURS), "NixlConnector, DynamoConnector"),
-        (multi(OURS, OURS), "DynamoConnector, DynamoConnector"),
-        (multi(EXAMPLE, multi(OURS), NIXL), "DynamoConnector, NixlConnector"),
-        (multi(pd(), NIXL), "PdConnector, NixlConnector"),
-    ],
-)
-def test_two_children_with_handshakes_are_refused_and_pd_connector_is_named(monkeypatch, config, names):
-    """Ours twice would use one host memory for two leaders."""
-    with pytest.raises(ProfileError, match=names) as caught:
-        check(monkeypatch, config)
-    assert "PdConnector" in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "parent", [multi(OURS, kv_load_failure_policy="fail"), multi(multi(OURS)) | {"kv_load_failure_policy": "fail"}]
-)
-def test_a_parent_that_ends_requests_after_a_failed_load_is_refused(monkeypatch, parent):
-    with pytest.raises(ProfileError, match="kv_load_failure_policy `fail`") as caught:
-        check(monkeypatch, parent)
-    assert '"kv_load_failure_policy": "recompute"' in caught.value.hint
-
-
-@pytest.mark.parametrize("parent", [multi(OURS, kv_role="kv_producer"), pd(kv_role="kv_producer")])
-def test_a_parent_that_only_produces_is_refused(monkeypatch, parent):
-    with pytest.raises(ProfileError, match="kv_role `kv_producer`"):
-        check(monkeypatch, parent)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

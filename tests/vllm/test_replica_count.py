@@ -32,33 +32,24 @@ def count(*specs, ranks=8, heads=1, speculative=None, **config):
     return replica_count(engine, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=one) for one in specs]))
 
 
-def test_all_ranks_have_the_same_latent_vectors():
-    assert count(LATENT) == 8
-    assert count(LATENT, LATENT, ranks=2) == 2
-    assert count(LATENT, speculative="the draft model has latent attention too") == 8
-
-
-@pytest.mark.parametrize(("heads", "replicas"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (3, 1)])
-def test_fewer_heads_than_ranks_are_repeated(heads, replicas):
-    assert count(FullAttentionSpec(**HEAD | {"num_kv_heads": max(1, heads // 8)}), heads=heads) == replicas
-
-
-def test_windows_next_to_full_attention_are_repeated_in_the_same_way():
-    assert count(ONE_HEAD, SlidingWindowSpec(**HEAD, sliding_window=64), heads=2) == 4
-
-
 @pytest.mark.parametrize(
-    "engine",
+    ("specs", "engine", "replicas"),
     [
-        {"ranks": 1},
-        {"specs": [ONE_HEAD, STATE]},
-        {"specs": [LATENT, STATE]},
-        {"specs": [LATENT, ONE_HEAD]},
-        {"speculative": "a draft model may have other heads"},
-        {"num_global_key_value_heads": 4},
-        {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},
+        ([LATENT], {}, 8),
+        ([LATENT, LATENT], {"ranks": 2}, 2),
+        ([LATENT], {"speculative": "the draft model has latent attention too"}, 8),
+        *(([ONE_HEAD], {"heads": heads}, count) for heads, count in ((1, 8), (2, 4), (4, 2), (3, 1))),
+        *(([FullAttentionSpec(**HEAD | {"num_kv_heads": heads // 8})], {"heads": heads}, 1) for heads in (8, 16)),
+        ([ONE_HEAD, SlidingWindowSpec(**HEAD, sliding_window=64)], {"heads": 2}, 4),
+        # In doubt, every rank has a copy of its own.
+        ([ONE_HEAD], {"ranks": 1}, 1),
+        ([ONE_HEAD, STATE], {}, 1),
+        ([LATENT, STATE], {}, 1),
+        ([LATENT, ONE_HEAD], {}, 1),
+        ([ONE_HEAD], {"speculative": "a draft model may have other heads"}, 1),
+        ([ONE_HEAD], {"num_global_key_value_heads": 4}, 1),
+        ([ONE_HEAD], {"block_configs": [{"attention": {"n_heads_in_group": 8}}]}, 1),
     ],
 )
-def test_in_doubt_every_rank_has_a_copy_of_its_own(engine):
-    engine = dict(engine)
-    assert count(*engine.pop("specs", [ONE_HEAD]), **engine) == 1
+def test_latent_vectors_and_heads_that_are_fewer_than_ranks_have_one_copy_for_several(specs, engine, replicas):
+    assert count(*specs, **engine) == replicas

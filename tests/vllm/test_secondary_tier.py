@@ -261,8 +261,8 @@ def test_text_in_front_of_the_first_image_is_kept_and_nothing_after_it(rig):
 
 def test_an_image_makes_no_request_ask_for_it_in_the_shared_store(tmp_path, monkeypatch):
     with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
-        asked, ask = [], rig.tier._leader.ask
-        monkeypatch.setattr(rig.tier._leader, "ask", lambda chain: asked.append(chain) or ask(chain))
+        asked, ask = [], rig.leader.ask
+        monkeypatch.setattr(rig.leader, "ask", lambda chain: asked.append(chain) or ask(chain))
         assert rig.load(FIRST, **media(3 * BLOCK_TOKENS)) == 0
         assert asked == [FIRST[:3]]
 
@@ -296,7 +296,7 @@ def test_a_hint_that_demotes_keeps_new_blocks_out_of_the_tiers_and_finds_the_oth
     rig.store(OTHERS)
     assert rig.load(SECOND) == 0
     assert rig.load(FIRST, **hint) == 8
-    assert rig.tier._leader.counters.hinted_requests == 2
+    assert rig.leader.counters.hinted_requests == 2
 
 
 @pytest.mark.parametrize("params", [{"retain_s": 60}, {"priority": "high", "session": "a"}, {"priority": "least"}, 7])
@@ -304,7 +304,7 @@ def test_other_hints_change_nothing(rig, params):
     rig.store(FIRST, kv_transfer_params={"kvbm": params})
     rig.store(SECOND)
     assert rig.load(FIRST) == 8
-    counters = rig.tier._leader.counters
+    counters = rig.leader.counters
     is_valid = params not in ({"priority": "least"}, 7)
     assert (counters.hinted_requests, counters.invalid_hints) == (is_valid, not is_valid)
     assert not rig.tier.boundary.faults
@@ -325,7 +325,7 @@ def test_a_chain_is_stored_whole_however_slow_the_steps_are(tmp_path):
     keys = [key_of(number) for number in range(256)]
     with Offloading(tmp_path, rows=256, disk_blocks=400) as rig:
         begun = rig.begin_store(keys)
-        while rig.manager._jobs:
+        while rig.jobs:
             rig.step()
             time.sleep(0.3)
         rig.settle()
@@ -374,8 +374,8 @@ def test_an_exception_below_is_a_miss_and_each_job_is_reported(rig, monkeypatch)
     context = rig.request(FIRST)
     rig.ask(FIRST[:4], context)
     begun = rig.begin_store(OTHERS[:2])
-    monkeypatch.setattr(rig.tier._leader, "step", lambda: 1 / 0)
-    monkeypatch.setattr(rig.tier._leader, "is_busy", lambda: True)
+    monkeypatch.setattr(rig.leader, "step", lambda: 1 / 0)
+    monkeypatch.setattr(rig.leader, "is_busy", lambda: True)
     rig.settle()
     rig.manager.on_request_finished(begun)
     assert rig.ask(FIRST, context) == [LookupResult.MISS]
@@ -403,9 +403,9 @@ def url(request, tmp_path):
 def store_in_shared(rig, keys):
     """Store blocks; return when each is an object."""
     for key in keys:  # G2 is small here, and drops the blocks that a busy store is late for
-        before = rig.tier._leader.counters.shared.offload_blocks
+        before = rig.leader.counters.shared.offload_blocks
         rig.store([key])
-        until(rig, lambda before=before: rig.tier._leader.counters.shared.offload_blocks > before)
+        until(rig, lambda before=before: rig.leader.counters.shared.offload_blocks > before)
 
 
 def until(rig, condition):
@@ -430,7 +430,7 @@ def test_two_engines_share_blocks(tmp_path, url, disk_blocks):
             store_in_shared(first, FIRST)
             load_sometime(second, FIRST)
             assert second.load(SECOND) == 0
-        assert second.tier._leader.counters.shared.onboard_blocks >= 8
+        assert second.leader.counters.shared.onboard_blocks >= 8
         second.manager.reset_cache()
         assert second.load(FIRST) == 0, "objects are of the weights before the reset"
         second.store(OTHERS)
@@ -452,10 +452,10 @@ def test_a_job_that_is_larger_than_the_memory_between_reaches_the_shared_store(t
         "shared": f"file://{tmp_path}/objects",
     }
     with Offloading(tmp_path, **tiers) as rig:
-        until(rig, lambda: rig.tier._leader._asked_tiers[0].is_on)
+        until(rig, lambda: rig.shared.is_on)
         rig.store(keys)
-        assert rig.tier._leader.counters.shared.offload_blocks == 128
-        assert not rig.tier._leader.counters.shared.dropped_blocks
+        assert rig.leader.counters.shared.offload_blocks == 128
+        assert not rig.leader.counters.shared.dropped_blocks
 
 
 @pytest.mark.parametrize(
@@ -478,11 +478,11 @@ def test_the_memory_above_a_shared_store_has_a_number_of_bytes_unless_it_is_set(
 def test_a_write_that_finds_no_room_is_not_tried_again_in_the_same_step(tmp_path, monkeypatch):
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 60.0)
     with Offloading(tmp_path, disk_blocks=0, host_blocks=16, shared=f"file://{tmp_path}/objects") as rig:
-        leader, walks = rig.tier._leader, []
-        shared = leader._asked_tiers[0]
+        leader, walks = rig.leader, []
+        shared = rig.shared
         until(rig, lambda: shared.is_on)
         keys = [key_of(number) for number in range(1000)]
-        leader.host.store.allocate(16).stage(keys[:16]).register().release()
+        leader.host.store.allocate(16).register(keys[:16]).release()
         monkeypatch.setattr(shared, "due_blocks", lambda: walks.append(1) or iter([keys]))
         leader.step()
         questions = [
@@ -502,8 +502,8 @@ def test_a_write_that_finds_room_looks_for_the_due_blocks_once_in_a_step_and_cou
     tmp_path, monkeypatch
 ):
     with Offloading(tmp_path, disk_blocks=0, host_blocks=16, shared=f"file://{tmp_path}/objects") as rig:
-        leader, walks = rig.tier._leader, []
-        shared = leader._asked_tiers[0]
+        leader, walks = rig.leader, []
+        shared = rig.shared
         until(rig, lambda: shared.is_on)
         keys = [key_of(number) for number in range(20)]
         due_blocks = shared.due_blocks
@@ -526,7 +526,7 @@ def test_a_write_that_finds_room_looks_for_the_due_blocks_once_in_a_step_and_cou
 def test_a_block_that_disk_and_shared_store_have_still_to_take_needs_one_slot(tmp_path, monkeypatch):
     monkeypatch.setattr(schema, "SHARED_BUFFER_BYTES", 0)
     with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
-        leader, loans = rig.tier._leader, []
+        leader, loans = rig.leader, []
         disk, shared = leader.lower_tiers
         until(rig, lambda: disk.is_on and shared.is_on)
         for tier in (disk, shared):
@@ -552,13 +552,13 @@ def test_a_shared_store_that_takes_nothing_holds_up_no_disk(tmp_path, monkeypatc
     monkeypatch.setattr(storage_leader, "SHARED_WAIT_S", 0.01)
     keys = [key_of(number) for number in range(128)]
     with Offloading(tmp_path, rows=128, disk_blocks=400, shared=f"file://{tmp_path}/objects") as rig:
-        shared = rig.tier._leader._asked_tiers[0]
+        shared = rig.shared
         until(rig, lambda: shared.is_on)
         monkeypatch.setattr(shared, "_begin_writes", lambda: None)
         begun = rig.begin_store(keys)
         rig.settle_jobs()
         rig.manager.on_request_finished(begun)
-        until(rig, lambda: rig.tier._leader.counters.disk.offload_blocks == 128)
+        until(rig, lambda: rig.leader.counters.disk.offload_blocks == 128)
 
 
 def test_a_damaged_object_is_a_miss(tmp_path):
@@ -572,7 +572,7 @@ def test_a_damaged_object_is_a_miss(tmp_path):
         content[number * 900] ^= 1
         path.write_bytes(content[: len(content) - number % 2])
     with Offloading(tmp_path, **tiers) as rig:
-        until(rig, lambda: rig.load(FIRST) == 0 and rig.tier._leader.counters.shared.bad_objects)
+        until(rig, lambda: rig.load(FIRST) == 0 and rig.leader.counters.shared.bad_objects)
 
 
 @pytest.mark.parametrize("fault", ["hang", "refuse", "unavailable"])
@@ -580,7 +580,7 @@ def test_a_store_that_does_not_answer_is_a_miss(tmp_path, s3, monkeypatch, fault
     with FaultProxy(s3.port) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
         with Offloading(tmp_path, shared=s3.url) as rig:
-            until(rig, lambda: rig.tier._leader._asked_tiers[0].is_on)
+            until(rig, lambda: rig.shared.is_on)
             proxy.fault = fault
             assert rig.load(FIRST) == 0
             rig.store(FIRST)
@@ -591,7 +591,7 @@ def test_a_store_that_does_not_answer_is_a_miss(tmp_path, s3, monkeypatch, fault
 def test_a_question_without_an_answer_ends_and_vllm_does_not_wait_for_it(tmp_path, monkeypatch):
     with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
         asked = []
-        monkeypatch.setattr(rig.tier._leader._asked_tiers[0], "must_wait", lambda name, *_: asked.append(name) or True)
+        monkeypatch.setattr(rig.shared, "must_wait", lambda name, *_: asked.append(name) or True)
         context = rig.request(FIRST)
         assert rig.ask(FIRST, context) == [LookupResult.RETRY, LookupResult.MISS], "vLLM's scan of the chain ends"
         rig.step()
@@ -614,7 +614,7 @@ def test_a_group_that_is_asked_from_its_end_waits_once(tmp_path, monkeypatch):
     """vLLM goes on at a MISS there, and waits for the request if any block is at RETRY."""
     with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
         asked, group = [], [key_of(number, group=1) for number in range(8)]
-        tier = rig.tier._leader._asked_tiers[0]
+        tier = rig.shared
         monkeypatch.setattr(tier, "must_wait", lambda name, *_: asked.append(name) or len(asked) < 3)
         context = rig.request([*FIRST, *group])
         found = [rig.manager.lookup(key, context) for key in reversed(group)]
@@ -639,7 +639,7 @@ def test_a_step_visits_no_request_that_asks_nothing(rig):
 
 def test_a_question_ends_when_no_thread_copies_any_more(tmp_path, monkeypatch):
     with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
-        shared = rig.tier._leader._asked_tiers[0]
+        shared = rig.shared
         monkeypatch.setattr(shared, "must_wait", lambda *_: True)
         ended, forget = [], shared.forget_request
         monkeypatch.setattr(shared, "forget_request", lambda name: ended.append("question") or forget(name))
@@ -651,10 +651,10 @@ def test_a_question_ends_when_no_thread_copies_any_more(tmp_path, monkeypatch):
 
 def test_a_question_does_not_outlive_the_cache(tmp_path, monkeypatch):
     with Offloading(tmp_path, shared=f"file://{tmp_path}/objects") as rig:
-        monkeypatch.setattr(rig.tier._leader._asked_tiers[0], "must_wait", lambda *_: True)
+        monkeypatch.setattr(rig.shared, "must_wait", lambda *_: True)
         context = rig.request(FIRST)
         assert rig.ask(FIRST, context)[0] is LookupResult.RETRY
-        monkeypatch.setattr(rig.tier._leader, "step", lambda: 1 / 0)
+        monkeypatch.setattr(rig.leader, "step", lambda: 1 / 0)
         rig.step()
         assert rig.ask(FIRST, context) == [LookupResult.MISS]
         rig.manager.on_request_finished(context)

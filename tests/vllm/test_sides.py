@@ -51,7 +51,7 @@ from kvbm.engines.vllm.cache_groups import (
 )
 from kvbm.engines.vllm.engine_blocks import EngineBlocks
 from kvbm.engines.vllm.engine_facts import VllmFacts
-from kvbm.engines.vllm.request import UNLIMITED, VllmRequest, _limit
+from kvbm.engines.vllm.request import UNLIMITED, VllmRequest
 from kvbm.engines.vllm.scheduler_side import SchedulerSide
 from kvbm.engines.vllm.telemetry import KvbmPromMetrics, KvbmStats, StatsSource
 from kvbm.engines.vllm.weight_updates import reports_weight_updates, watch
@@ -102,6 +102,26 @@ def scheduler_side(groups, rank_count=1, publishes_events=True, config=CONFIG):
     return SchedulerSide(config, groups, facts, lambda: ({}, ""))
 
 
+def tracked(side, name="r"):
+    """What the side knows of a request."""
+    return side._requests.get(name)  # vLLM's hooks return nothing of it
+
+
+def scheduled(request_id, block_ids, *, tokens, computed=0, **more):
+    """vLLM's output of a step with one new request, which computes so many tokens."""
+    new = SimpleNamespace(req_id=request_id, block_ids=block_ids, num_computed_tokens=computed)
+    cached = dict.fromkeys(("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"), ())
+    return SimpleNamespace(
+        preempted_req_ids=None,
+        num_scheduled_tokens={request_id: tokens},
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), **cached),
+        scheduled_spec_decode_tokens={},
+        total_num_scheduled_tokens=tokens,
+        **more,
+    )
+
+
 @contextmanager
 def both_sides():
     """Yields the scheduler's side and a rank's side of an engine with four blocks, before their handshake."""
@@ -137,9 +157,8 @@ def test_groups_that_look_back_over_everything_come_first_and_keep_their_place_i
 
 
 def test_latent_and_chunked_attention_are_known():
-    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
     chunked = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
-    groups = [found.group for found in cache_groups(cache(latent, chunked))]
+    groups = [found.group for found in cache_groups(cache(LATENT, chunked))]
     assert groups == [Group(16), Group(16, chunk_tokens=64)]
 
 
@@ -176,16 +195,33 @@ def test_several_groups_are_declined_where_a_failed_load_cannot_be_told():
     assert "0.30" in decline_reason(engine(), cache(FULL, WINDOW))
 
 
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+MAY_SHARE = pytest.mark.skipif(REPORTS_HIT_SOURCES, reason="0.32 does not ask how many requests share a block")
+
+
 @pytest.mark.parametrize(
-    ("parallel", "words"),
+    ("facts", "specs", "words"),
     [
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
-        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size=4"),
-        ({"nnodes": 2}, "2 nodes"),
+        ({"decode_context_parallel_size": 2}, (FULL,), "decode_context_parallel_size=2"),
+        ({"prefill_context_parallel_size": 4}, (FULL,), "prefill_context_parallel_size=4"),
+        ({"nnodes": 2}, (FULL,), "2 nodes"),
+        ({}, (), "no KV cache"),
+        # The KV of cross attention belongs to one request, and vLLM's block hashes do not name it.
+        ({}, (FULL, CrossAttentionSpec(**SHAPE)), "CrossAttentionSpec"),
+        pytest.param({"disable_cascade_attn": False}, (FULL,), "cascade", marks=MAY_SHARE),
+        pytest.param({"pipeline_parallel_size": 2}, (mamba(),), "pipeline parallelism with states", marks=needs_states),
+        pytest.param({}, (LATENT, mamba()), "latent attention", marks=needs_states),
+        pytest.param({}, (FULL, mamba(mode="none")), "without prefix caching", marks=needs_states),
+        pytest.param({"speculative_config": object()}, (FULL, mamba()), "speculative decoding", marks=needs_states),
+        pytest.param({}, (FULL, mamba(num_speculative_blocks=1)), "speculative decoding", marks=needs_states),
+        pytest.param({"use_replayssm": True}, (FULL, mamba()), "`use_replayssm`", marks=needs_states),
+        pytest.param(
+            {}, (FULL, mamba(mamba_type=SimpleNamespace(name="SHORT_CONV"))), "SHORT_CONV", marks=needs_states
+        ),
     ],
 )
-def test_what_splits_blocks_or_has_no_common_memory_is_declined_by_name(parallel, words):
-    assert words in decline_reason(engine(**parallel), cache(FULL))
+def test_what_was_never_run_or_cannot_be_right_is_declined_by_name(facts, specs, words):
+    assert words in decline_reason(engine(**facts), cache(*specs))
 
 
 @needs_states
@@ -198,27 +234,6 @@ def test_states_are_served_wherever_their_group_is():
     assert second.state_form == "MAMBA2 ((2, 4),) (torch.float32,)"
 
 
-@needs_states
-@pytest.mark.parametrize(
-    ("facts", "spec", "words"),
-    [
-        ({}, {"mode": "none"}, "without prefix caching"),
-        ({"speculative_config": object()}, {}, "speculative decoding"),
-        ({}, {"num_speculative_blocks": 1}, "speculative decoding"),
-        ({"use_replayssm": True}, {}, "`use_replayssm`"),
-        ({}, {"mamba_type": SimpleNamespace(name="SHORT_CONV")}, "SHORT_CONV"),
-    ],
-)
-def test_states_that_cannot_be_reused_or_were_never_run_are_declined_by_name(facts, spec, words):
-    assert words in decline_reason(engine(**facts), cache(FULL, mamba(**spec)))
-
-
-@needs_states
-def test_states_next_to_latent_attention_are_declined():
-    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    assert "latent attention" in decline_reason(engine(), cache(latent, mamba()))
-
-
 def test_states_are_declined_where_vllm_is_too_old_for_them(monkeypatch):
     """Before 0.30, a request whose load failed continues with the state of an earlier block."""
     monkeypatch.setattr("kvbm.engines.vllm.cache_groups.KNOWS_FAILED_REQUESTS", False)
@@ -227,24 +242,10 @@ def test_states_are_declined_where_vllm_is_too_old_for_them(monkeypatch):
     assert "states" in reason
 
 
-def test_a_model_without_a_kv_cache_is_left_alone():
-    assert "no KV cache" in decline_reason(engine(), cache())
-
-
-def test_an_encoder_decoder_model_is_declined_by_the_kind_of_its_cache():
-    """The KV of cross attention belongs to one request, and vLLM's block hashes do not name it."""
-    assert "CrossAttentionSpec" in decline_reason(engine(), cache(FULL, CrossAttentionSpec(**SHAPE)))
-
-
 def test_a_group_with_a_separate_block_pool_is_declined():
     description = cache(FULL)
     description.kv_cache_groups[0].host_resident = True
     assert "separate block pool" in decline_reason(engine(), description)
-
-
-@pytest.mark.skipif(REPORTS_HIT_SOURCES, reason="0.32 does not ask how many requests share a block")
-def test_cascade_attention_is_declined_where_held_blocks_would_count_as_shared():
-    assert "cascade" in decline_reason(engine(disable_cascade_attn=False), cache(FULL))
 
 
 def test_a_group_that_is_no_part_of_transfers_is_left_out():
@@ -262,6 +263,10 @@ def handshake(**changes):
     return Handshake(SegmentInfo(0, 1, 3, 4096, 8, 4096, 4096, "layout"), **facts)
 
 
+def doubt_of(side):
+    return side.blocks._described().result()[1]  # what a disk or a store is opened with
+
+
 @pytest.mark.parametrize("name", ["config_digest", "boot_id"])
 def test_ranks_with_another_configuration_or_machine_are_refused_at_the_start(name):
     side = scheduler_side(cache_groups(cache(FULL)), rank_count=2)
@@ -273,7 +278,7 @@ def test_blocks_that_a_sibling_may_have_loaded_do_not_outlive_the_engine():
     """It may have kept them from weights that the engine no longer has."""
     side = scheduler_side(cache_groups(cache(FULL)))
     side.blocks.accept_handshakes([handshake(sibling="ExampleConnector")])
-    assert "`ExampleConnector`" in side.blocks._described().result()[1]
+    assert "`ExampleConnector`" in doubt_of(side)
 
 
 ONCE_FULL = "auto, once host memory is full: it has"
@@ -282,8 +287,8 @@ ONCE_FULL = "auto, once host memory is full: it has"
 @pytest.mark.parametrize(
     ("offload", "pair", "caches", "g1_blocks", "expected"),
     [
-        ("auto", False, True, 5, f"on_evict: {ONCE_FULL} 64 blocks, less than 16 times the 5 of G1"),
-        ("auto", False, True, 4, "auto: when computed: host memory has 64 blocks, at least 16 times the 4 of G1"),
+        ("auto", False, True, 5, f"on_evict: {ONCE_FULL} 64 blocks, less than 20 times the 5 of G1"),
+        ("auto", False, True, 3, "auto: when computed: host memory has 64 blocks, at least 20 times the 3 of G1"),
         ("auto", True, True, 5, "auto: when computed: this engine prefills or decodes for another one"),
         ("auto", False, False, 5, "auto: when computed: vLLM's prefix caching is off"),
         ("on_evict", True, True, 4, "on_evict"),
@@ -293,11 +298,12 @@ ONCE_FULL = "auto, once host memory is full: it has"
 )
 def test_the_engine_says_which_blocks_are_copied_and_why(offload, pair, caches, g1_blocks, expected):
     contents = {"tiers": {"host": {"blocks": 8}}, "offload": {"to_host": offload}}
-    side = scheduler_side(cache_groups(cache(FULL)), config=ConnectorConfig.model_validate(contents))
-    digest = side.blocks._config.digest()
-    side.blocks.accept_handshakes([handshake(config_digest=digest, is_of_pair=pair)])
+    config = ConnectorConfig.model_validate(contents)
+    side = scheduler_side(cache_groups(cache(FULL)), config=config)
+    side.blocks.accept_handshakes([handshake(config_digest=config.digest(), is_of_pair=pair)])
     pool = BlockPool(g1_blocks, enable_caching=caches, hash_block_size=16)
-    assert ": ".join(filter(None, side.blocks._to_host(pool, 64))) == expected
+    found = side.blocks._to_host(pool, 64)  # else a line of the log, at the start of a leader with such memory
+    assert ": ".join(filter(None, found)) == expected
 
 
 def test_a_rank_that_has_not_told_where_its_memory_lies_is_missed():
@@ -383,8 +389,18 @@ def test_a_rank_takes_whole_pages_of_all_layers_once_even_where_groups_overlay_e
 
 @pytest.fixture
 def rank():
-    description = cache(FULL, num_blocks=4)
-    return WorkerSide(CONFIG, description, rank=0, rank_count=1)
+    side = WorkerSide(CONFIG, cache(FULL, num_blocks=4), rank=0, rank_count=1)
+    yield side
+    side.close()
+
+
+def manual_pool(rank):
+    rank._worker._onboard_pool = pool = ManualPool()  # the worker takes none
+    return pool
+
+
+def is_copying(rank):
+    return rank._worker.is_busy()  # the side itself shows it a step later
 
 
 def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it(rank):
@@ -418,20 +434,17 @@ def test_an_engine_with_several_groups_gets_no_failed_blocks_even_if_only_one_is
 def test_a_rank_sends_a_message_in_every_step_in_which_a_thread_may_prove_a_load(rank):
     """Without one, vLLM does not call the scheduler side, which then finds the load a step later."""
     rank.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
-    rank._worker._onboard_pool = pool = ManualPool()
-    try:
-        order = Onboard(generation=1, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
-        rank.bind(StepOrders(StepPlan(step=1, onboards=(order,))))
-        for _ in range(3):
-            rank.poll()
-            assert rank.take_message() == WordsWritten()
-            rank.clear()
-        pool.run_next()
-        for message in (WordsWritten(), None):
-            rank.poll()
-            assert rank.take_message() == message
-    finally:
-        rank.close()
+    pool = manual_pool(rank)
+    order = Onboard(generation=1, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
+    rank.bind(StepOrders(StepPlan(step=1, onboards=(order,))))
+    for _ in range(3):
+        rank.poll()
+        assert rank.take_message() == WordsWritten()
+        rank.clear()
+    pool.run_next()
+    for message in (WordsWritten(), None):
+        rank.poll()
+        assert rank.take_message() == message
 
 
 # -- sleep, from 0.33 on -----------------------------------------------------------------------------------------------
@@ -449,7 +462,7 @@ class SleepingMemory:
 
 
 def await_copies(rank):
-    while rank._worker.is_busy():
+    while is_copying(rank):
         rank.poll()
     rank.clear()
 
@@ -457,46 +470,40 @@ def await_copies(rank):
 def test_after_a_sleep_blocks_are_loaded_into_the_memory_that_vllm_maps_again(rank):
     memory = SleepingMemory()
     rank.register_kv_caches({"layer.0": memory.blocks})
-    try:
-        for number in range(4):
-            memory.blocks[number] = number + 1
-        rank.bind(StepOrders(StepPlan(step=1, offloads=(Offload(generation=1, block_ids=(2,), slots=(0,)),))))
-        rank.finish_step()
-        rank.unregister_kv_caches()
-        assert not rank._worker.is_busy(), "a copy that runs would read unmapped memory"
-        rank.unregister_kv_caches()
-        memory.free()
-        load = Onboard(generation=2, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
-        rank.bind(StepOrders(StepPlan(step=2, onboards=(load,))))
-        assert not rank._worker.is_busy(), "nothing is copied to memory that is not there"
-        rank.clear()
-        for _ in range(2):
-            rank.restore_kv_caches()
-        rank.bind(StepOrders(StepPlan(step=3, onboards=(replace(load, generation=3),))))
-        await_copies(rank)
-        assert [float(block.mean()) for block in memory.blocks] == [0, 3, 0, 0]
-    finally:
-        rank.close()
+    for number in range(4):
+        memory.blocks[number] = number + 1
+    rank.bind(StepOrders(StepPlan(step=1, offloads=(Offload(generation=1, block_ids=(2,), slots=(0,)),))))
+    rank.finish_step()
+    rank.unregister_kv_caches()
+    assert not is_copying(rank), "a copy that runs would read unmapped memory"
+    rank.unregister_kv_caches()
+    memory.free()
+    load = Onboard(generation=2, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
+    rank.bind(StepOrders(StepPlan(step=2, onboards=(load,))))
+    assert not is_copying(rank), "nothing is copied to memory that is not there"
+    rank.clear()
+    for _ in range(2):
+        rank.restore_kv_caches()
+    rank.bind(StepOrders(StepPlan(step=3, onboards=(replace(load, generation=3),))))
+    await_copies(rank)
+    assert [float(block.mean()) for block in memory.blocks] == [0, 3, 0, 0]
 
 
 def test_a_rank_with_a_copy_that_does_not_end_refuses_to_sleep_and_goes_on(rank, monkeypatch):
     monkeypatch.setattr("kvbm.engines.vllm.worker_side.SLEEP_PATIENCE_S", 0.01)
     rank.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
-    rank._worker._onboard_pool = pool = ManualPool()
-    try:
-        load = Onboard(generation=1, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
-        rank.bind(StepOrders(StepPlan(step=1, onboards=(load,))))
-        with pytest.raises(EnvironmentProblem, match="rank 0 cannot sleep"):
-            rank.unregister_kv_caches()
-        pool.run_next()
-        rank.poll()
-        rank.bind(StepOrders(StepPlan(step=2, onboards=(replace(load, generation=2),))))
-        assert rank._worker.is_busy(), "it is awake"
-        pool.run_next()
-        rank.poll()
+    pool = manual_pool(rank)
+    load = Onboard(generation=1, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
+    rank.bind(StepOrders(StepPlan(step=1, onboards=(load,))))
+    with pytest.raises(EnvironmentProblem, match="rank 0 cannot sleep"):
         rank.unregister_kv_caches()
-    finally:
-        rank.close()
+    pool.run_next()
+    rank.poll()
+    rank.bind(StepOrders(StepPlan(step=2, onboards=(replace(load, generation=2),))))
+    assert is_copying(rank), "it is awake"
+    pool.run_next()
+    rank.poll()
+    rank.unregister_kv_caches()
 
 
 # -- other weights -----------------------------------------------------------------------------------------------------
@@ -607,27 +614,23 @@ def test_a_reset_is_taken_for_a_change_of_the_weights(side):
     assert side.blocks.reset() is True
     assert side.blocks.leader.resets == [True]
     assert cached_blocks(side) == []
-
-
-def test_a_reset_succeeds_although_a_disk_has_not_deleted_its_blocks_yet(side):
-    """vLLM would answer 500 to a pause. The tier is off until it has."""
-    side.blocks.leader.reset = lambda **keys: False
-    assert side.blocks.reset() is True
+    side.blocks.leader.reset = lambda **keys: False  # a disk has not deleted its blocks yet; it is off until it has
+    assert side.blocks.reset() is True, "vLLM would answer 500 to a pause"
 
 
 def test_an_adapter_in_doubt_is_not_cached(side, tmp_path):
-    def request(**keys):
-        adapter = LoRARequest("mine", 1, str(tmp_path), **keys)
-        return SimpleNamespace(request_id="r", **PLAIN | {"lora_request": adapter})
+    def request(name):
+        adapter = LoRARequest("mine", 1, str(tmp_path))
+        return SimpleNamespace(request_id=name, **PLAIN | {"lora_request": adapter})
 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    side.add_request(request())
+    side.add_request(request("before"))
     assert side.blocks.leader.resets == []
-    assert side._requests.pop("r")
+    assert tracked(side, "before")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
-    side.add_request(request())
+    side.add_request(request("after"))
     assert side.blocks.leader.resets == [True]
-    assert side._requests == {}
+    assert tracked(side, "after") is None
     side.blocks.adapter_is_loaded(LoRARequest("mine", 2, str(tmp_path)))
     assert side.blocks.leader.resets == [True, True]
 
@@ -661,7 +664,7 @@ def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is
     output = SimpleNamespace(finished_recving=None)
     side.settle(output)
     assert output.finished_recving == {"gone"}
-    assert [load.request_id for load in side._failed_loads] == ["r"]
+    assert [load.request_id for load in side._failed_loads] == ["r"]  # the next step has them in its orders
     assert side.has_pending()
 
 
@@ -748,20 +751,10 @@ class StateEngine:
 
     def step(self, *offers, tokens=70, tables=((0, 0, 0, 0, 1), (2, 3, 4, 5, 6), (0, 0, 0, 0, 7))):
         """The first step of the request, in which vLLM offers (group, block, tokens)."""
-        new = SimpleNamespace(req_id="r", block_ids=tuple(map(list, tables)), num_computed_tokens=0)
-        output = SimpleNamespace(
-            preempted_req_ids=None,
-            num_scheduled_tokens={"r": tokens},
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-            ),
-            scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=tokens,
-            kv_connector_block_state=SimpleNamespace(
-                boundary_state_offloads={"r": list(offers), "unknown": [(0, 9, 16)]}
-            ),
-        )
+        offers = {"r": list(offers), "unknown": [(0, 9, 16)]}
+        states = SimpleNamespace(boundary_state_offloads=offers)
+        blocks = tuple(map(list, tables))
+        output = scheduled("r", blocks, tokens=tokens, kv_connector_block_state=states)
         self.side.build_orders(output)
         assert not self.side.boundary.is_off
 
@@ -939,22 +932,19 @@ class Engine:
         return request
 
     def step(self):
-        new = SimpleNamespace(req_id="r", block_ids=([block.block_id for block in self.blocks],), num_computed_tokens=0)
-        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-        output = SimpleNamespace(
-            preempted_req_ids=None,
-            num_scheduled_tokens={"r": 32},
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=cached,
-            scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=32,
-        )
+        output = scheduled("r", ([block.block_id for block in self.blocks],), tokens=32)
         self.worker.bind(self.scheduler.build_orders(output))
         self.worker.finish_step()
 
     def end_request(self):
         self.scheduler.end_request(self.request)
         self.pool.free_blocks(self.blocks)
+
+    def answer(self):
+        """One step, the last one: no further step runs, and its copy still holds blocks when vLLM resets its cache."""
+        self.step()
+        self.end_request()
+        assert self.pool.reset_prefix_cache() is True
 
     def close(self):
         self.scheduler.close()
@@ -968,23 +958,13 @@ def fake_engine():
     engine.close()
 
 
-def test_vllm_can_reset_its_cache_in_the_step_after_the_last_request(fake_engine):
-    """No further step runs, as in an engine in the user's process, and the copy of the last step still holds blocks."""
-    fake_engine.step()
-    fake_engine.end_request()
-    assert fake_engine.pool.reset_prefix_cache() is True
-    assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (32, True)
-
-
 def of_events(events):
     return [(type(event).__name__, list(event.block_hashes), getattr(event, "token_ids", None)) for event in events]
 
 
 def test_offloaded_blocks_are_announced_with_their_tokens_and_again_after_a_reset_of_g1(fake_engine):
     side = fake_engine.scheduler
-    fake_engine.step()
-    fake_engine.end_request()
-    assert fake_engine.pool.reset_prefix_cache() is True  # its event means every tier of this engine
+    fake_engine.answer()  # the event of the reset means every tier of this engine
     assert side.has_pending(), "vLLM publishes events in steps only"
     names = [int.from_bytes(bytes((one,)) * 8, "big") for one in (1, 2)]
     stored, gone = ("BlockStored", names, list(range(32))), ("BlockRemoved", names, None)
@@ -998,9 +978,7 @@ def test_offloaded_blocks_are_announced_with_their_tokens_and_again_after_a_rese
 
 def test_a_cache_that_is_turned_off_removes_what_it_has_announced(fake_engine, monkeypatch):
     side = fake_engine.scheduler
-    fake_engine.step()
-    fake_engine.end_request()
-    assert fake_engine.pool.reset_prefix_cache() is True
+    fake_engine.answer()
     side.blocks.take_events()
     monkeypatch.setattr(Leader, "step", lambda self: 1 / 0)
     side.blocks.leader.step()
@@ -1015,7 +993,6 @@ def test_without_kv_events_nothing_is_described():
     quiet = Engine(publishes_events=False)
     try:
         quiet.step()
-        assert quiet.scheduler.blocks._announcer is None
         assert quiet.scheduler.blocks.take_events() == []
         assert quiet.scheduler.blocks.leader.leader._settings.traits.publishes_events is False
     finally:
@@ -1028,9 +1005,7 @@ def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, m
     hung = threading.Event()
     copier = fake_engine.worker._worker.copier
     monkeypatch.setattr(copier, "offload", lambda *_: hung.wait())
-    fake_engine.step()
-    fake_engine.end_request()
-    assert fake_engine.pool.reset_prefix_cache() is True
+    fake_engine.answer()
     hung.set()
     deadline = time.monotonic() + 10
     while fake_engine.scheduler.blocks.leader.blocks()[Tier.HOST]["moving"]:
@@ -1118,6 +1093,7 @@ def test_totals_that_change_in_every_step_are_told_twice_per_second_and_at_the_e
 
 def test_series_of_two_engines_reach_the_process_that_serves_them():
     collected = KvbmPromMetrics.__new__(KvbmPromMetrics)
+    # its own construction registers with the process's Prometheus
     collected.boundary, collected._latest, collected._counters = Boundary(), {}, Counters()
     for engine in (0, 1):
         leader = CountingLeader()
@@ -1139,24 +1115,22 @@ def test_series_of_two_engines_reach_the_process_that_serves_them():
     assert found["kvbm_startup_seconds", "1", "map"] == 0.1
 
 
-@pytest.mark.parametrize("value", [-1, "many", True, 1.5])
-def test_an_invalid_token_limit_is_ignored_with_a_warning(caplog, value):
+@pytest.mark.parametrize(
+    ("params", "limit"),
+    [
+        *(({"max_load_tokens": value}, "max_load_tokens") for value in (-1, "many", True, 1.5)),
+        ({"max_load_tokens": None}, UNLIMITED),
+        ({"max_load_tokens": 0}, 0),
+        *((value, UNLIMITED) for value in ("text", ["max_load_tokens"], 5)),
+    ],
+)
+def test_a_token_limit_is_a_number_and_what_is_none_is_ignored(caplog, params, limit):
+    """With a warning that has its name. A client can set them through `vllm_xargs`, which vLLM does not check."""
     logging.getLogger("kvbm").propagate = True
-    assert _limit({"max_load_tokens": value}, "max_load_tokens") == UNLIMITED
-    assert "max_load_tokens" in caplog.text
-
-
-def test_a_limit_of_none_is_no_limit_and_of_zero_is_one():
-    assert _limit({"max_load_tokens": None}, "max_load_tokens") == UNLIMITED
-    assert _limit({"max_load_tokens": 0}, "max_load_tokens") == 0
-
-
-@pytest.mark.parametrize("params", ["text", ["max_load_tokens"], 5])
-def test_transfer_parameters_that_are_no_object_are_ignored(params):
-    """A client can set them through `vllm_xargs`, which vLLM does not check."""
     side = scheduler_side([])
     side.add_request(SimpleNamespace(request_id="r", **PLAIN | {"kv_transfer_params": params}))
-    assert side._requests["r"].max_load_tokens == UNLIMITED
+    assert tracked(side).max_load_tokens == (limit if isinstance(limit, int) else UNLIMITED)
+    assert isinstance(limit, int) or limit in caplog.text
 
 
 # -- what names a block ------------------------------------------------------------------------------------------------
@@ -1164,12 +1138,13 @@ def test_transfer_parameters_that_are_no_object_are_ignored(params):
 
 def limits(side, **facts):
     side.add_request(SimpleNamespace(request_id="r", **PLAIN | facts))
-    tracked = side._requests["r"]
-    return tracked.max_load_tokens, tracked.max_offload_tokens
+    return tracked(side).max_load_tokens, tracked(side).max_offload_tokens
 
 
-def test_a_session_whose_tokens_can_change_bypasses_the_cache():
+def test_requests_whose_hashes_do_not_cover_their_tokens_bypass_the_cache():
+    """A session whose tokens can change, and a prompt of tokens and embeddings: which is which is in no hash."""
     assert limits(scheduler_side([]), resumable=True) == (0, 0)
+    assert limits(scheduler_side([]), prompt_is_token_ids=[True, False]) == (0, 0)
     assert limits(scheduler_side([])) == (UNLIMITED, UNLIMITED)
 
 
@@ -1182,18 +1157,13 @@ def test_a_request_that_reads_no_cache_is_not_looked_up_and_its_blocks_are_kept(
     assert engine.leader.offloads
 
 
-def test_a_prompt_of_tokens_and_embeddings_bypasses_the_cache():
-    """The hashes of vLLM do not cover which is which."""
-    assert limits(scheduler_side([]), prompt_is_token_ids=[True, False]) == (0, 0)
-
-
 @pytest.mark.parametrize(("own", "doubt"), [("", ""), ("other weights", "other weights")])
 def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, tmp_path):
     tiers = {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}
     side = scheduler_side(cache_groups(cache(FULL)), config=ConnectorConfig.model_validate({"tiers": tiers}))
     side.blocks.doubt = own
-    assert side.blocks._described().result()[1] == doubt
-    assert side.blocks._keeps_blocks == (not doubt)
+    assert doubt_of(side) == doubt
+    assert side.blocks._keeps_blocks == (not doubt)  # else a warning at the first change of weights only
 
 
 # -- media -------------------------------------------------------------------------------------------------------------
@@ -1249,7 +1219,7 @@ class MediaEngine:
         self.side = scheduler_side(cache_groups(cache(*specs)), publishes_events=False)
         self.side._tables.bind(SimpleNamespace(null_block=SimpleNamespace(block_id=0), hash_block_size=16))
         self.leader = self.side.blocks.leader = MediaLeader()
-        self._count = len(specs)
+        self.group_count = len(specs)
 
     def add(self, name, *features, **facts):
         request = SimpleNamespace(
@@ -1270,20 +1240,8 @@ class MediaEngine:
         return found
 
     def schedule(self, request, computed=0, tokens=128):
-        new = SimpleNamespace(
-            req_id=request.request_id, num_computed_tokens=computed, block_ids=[[*range(1, 9)]] * self._count
-        )
-        cached = SimpleNamespace(
-            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set(), num_output_tokens=[]
-        )
-        output = SimpleNamespace(
-            preempted_req_ids=None,
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens={request.request_id: tokens - computed},
-            scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=tokens - computed,
-        )
+        blocks = [[*range(1, 9)]] * self.group_count
+        output = scheduled(request.request_id, blocks, tokens=tokens - computed, computed=computed)
         before = len(self.leader.offloads)
         self.side._finish_and_offload(self.leader, output)
         assert not self.side.boundary.is_off
@@ -1303,11 +1261,8 @@ def media_engine(request):
 
 
 def suffixes(engine):
-    return (
-        [b""]
-        if len(engine.side._tables.groups) == 1
-        else [bytes([group.index]) for group in engine.side._tables.groups]
-    )
+    """Of the names of blocks, by group; windows come after full attention."""
+    return [b""] if engine.group_count == 1 else [b"\0", b"\1"]
 
 
 def test_blocks_behind_an_image_are_kept_under_its_content_and_looked_up_under_the_same_names(media_engine):
@@ -1358,8 +1313,8 @@ def test_kv_that_another_connector_has_loaded_is_not_kept_behind_an_image(media_
 def test_a_request_that_is_not_cached_still_counts_for_its_identifiers(media_engine, tmp_path):
     adapter = LoRARequest("a", 1, str(tmp_path), load_inplace=True)
     media_engine.add("a", image(1.0), lora_request=adapter)
-    media_engine.match(media_engine.add("b", image(2.0)))
-    assert media_engine.side._requests["b"].named_tokens(UNLIMITED) == 40
+    media_engine.match(media_engine.add("r", image(2.0)))
+    assert tracked(media_engine.side).named_tokens(UNLIMITED) == 40
 
 
 def test_without_media_nothing_is_named_anew(media_engine):

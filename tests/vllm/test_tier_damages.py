@@ -244,7 +244,7 @@ def test_a_store_that_was_stopped_never_has_the_bytes_of_a_row_that_is_used_agai
                     rig.manager.on_request_finished(begun)
             rig.settle()
             counts["stops"] += 1
-            counts["given_up"] += sum(not rig.tier._leader.readable([key]) for key in keys)
+            counts["given_up"] += sum(not rig.leader.readable([key]) for key in keys)
             for begin in range(0, len(keys), 8):
                 for key in keys[begin : begin + 8]:
                     look(rig, [key], counts)

@@ -25,70 +25,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from surfaces import FILE, Surfaces
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
-CLASSES = {
-    f"{CONNECTOR}.v1.base": [
-        "KVConnectorBase_V1",
-        "SupportsHMA",
-        "KVConnectorRole",
-        "KVConnectorMetadata",
-        "KVConnectorWorkerMetadata",
-        "KVConnectorHandshakeMetadata",
-        "KVConnectorTransferResults",
-    ],
-    f"{CONNECTOR}.v1.metrics": ["KVConnectorStats", "KVConnectorPromMetrics"],
-    f"{CONNECTOR}.v1.multi_connector": ["MultiConnector"],
-    f"{CONNECTOR}.factory": ["KVConnectorFactory"],
-    "vllm.config.vllm": ["VllmConfig"],
-    "vllm.config.kv_transfer": ["KVTransferConfig"],
-    "vllm.config.cache": ["CacheConfig"],
-    "vllm.config.parallel": ["ParallelConfig"],
-    "vllm.config.scheduler": ["SchedulerConfig"],
-    "vllm.config.model": ["ModelConfig"],
-    "vllm.distributed.kv_events": ["KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared"],
-    "vllm.forward_context": ["ForwardContext"],
-    "vllm.v1.core.block_pool": ["BlockPool"],
-    "vllm.v1.core.kv_cache_manager": ["KVCacheBlocks", "KVCacheManager"],
-    "vllm.v1.core.kv_cache_utils": ["FreeKVCacheBlockQueue", "KVCacheBlock"],
-    "vllm.v1.core.sched.output": [
-        "SchedulerOutput",
-        "CachedRequestData",
-        "NewRequestData",
-        "KVConnectorBlockState",
-    ],
-    "vllm.v1.kv_cache_interface": [
-        "KVCacheConfig",
-        "KVCacheTensor",
-        "KVCacheGroupSpec",
-        "KVCacheSpec",
-        "AttentionSpec",
-        "FullAttentionSpec",
-        "MLAAttentionSpec",
-        "SlidingWindowSpec",
-        "ChunkedLocalAttentionSpec",
-        "MambaSpec",
-        "UniformTypeKVCacheSpecs",
-    ],
-    "vllm.v1.metrics.cache_hit_source": ["CacheHitSource"],
-    "vllm.v1.outputs": ["KVConnectorOutput"],
-    "vllm.v1.request": ["Request", "RequestStatus"],
-}
-PACKAGES_THAT_EXPORT = [
-    "vllm",
-    "vllm.config",
-    "vllm.distributed",
-    "vllm.distributed.parallel_state",
-    "vllm.distributed.kv_transfer",
-    f"{CONNECTOR}.v1",
-    "vllm.logger",
-    "vllm.platforms",
-    "vllm.utils.hashing",
-    "vllm.v1.attention.backend",
-    "vllm.version",
-]
-"""Modules of which only the importable names are kept."""
+COLLECTED = yaml.safe_load(Path(__file__).with_name("collected.yaml").read_text())
 FULLY_KEPT = {"KVConnectorBase_V1", "MultiConnector"}
 """Base classes of connectors: what begins with an underscore is theirs to use."""
 RECORDS = {"msgspec.Struct", "KVCacheEvent"}
@@ -128,7 +69,7 @@ def collect(wheel: Wheel) -> dict[str, Any]:
     classes: dict[str, Any] = {}
     functions: dict[str, Any] = {}
     names: dict[str, Any] = {}
-    for dotted, wanted in CLASSES.items():
+    for dotted, wanted in COLLECTED["classes"].items():
         if (module := wheel.module(dotted)) is None:
             continue
         found = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
@@ -139,7 +80,7 @@ def collect(wheel: Wheel) -> dict[str, Any]:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
         }
         names[dotted] = sorted(_constants(module))
-    for dotted in PACKAGES_THAT_EXPORT:
+    for dotted in COLLECTED["packages"]:
         if (module := wheel.module(dotted)) is not None:
             names[dotted] = sorted({name for name in _defined(wheel, dotted, module) if not name.startswith("_")})
     methods = {name for owner in classes[f"{CONNECTOR}.v1.base"].values() for name in owner["methods"]}

@@ -34,6 +34,8 @@ class HostPool:
     """See the module's text. Raises EnvironmentProblem for a pool whose pages kvbm cannot store."""
 
     def __init__(self, pool: Any) -> None:
+        import torch
+
         layout = str(getattr(pool, "layout", ""))
         if layout not in LAYOUTS:
             raise EnvironmentProblem(
@@ -45,8 +47,9 @@ class HostPool:
         self._pool = pool
         self.page_tokens = int(pool.page_size)  # positions of `indices` per page; 1 for the states of Mamba
         self._ranges = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in _buffers(pool)]
+        first_page = torch.arange(self.page_tokens, dtype=torch.int64)
         try:
-            self._lengths = tuple(length for _, length in self._first_page())
+            self._lengths = tuple(pool.get_page_buffer_meta(first_page)[1])
         except (NotImplementedError, ValueError) as error:
             raise EnvironmentProblem(
                 f"SGLang cannot tell where the pages of `{type(pool).__name__}` are: {error}"
@@ -89,12 +92,6 @@ class HostPool:
                 raise InvariantError(f"a piece at {address:#x} is not in the memory of SGLang's host pool")
         pieces = list(zip(addresses, lengths, strict=True))
         return [pieces[at : at + size] for at in range(0, len(pieces), size)]
-
-    def _first_page(self) -> list[tuple[int, int]]:
-        import torch
-
-        addresses, lengths = self._pool.get_page_buffer_meta(torch.arange(self.page_tokens, dtype=torch.int64))
-        return list(zip(addresses, lengths, strict=True))
 
 
 def copy_out(slot: int, pieces: Addresses) -> None:

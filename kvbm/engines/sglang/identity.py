@@ -6,7 +6,7 @@ the model's files, all options of SGLang except those that cannot change KV, ver
 which part of the model this rank has. It contains no path. Whatever is in doubt is not kept for the next start.
 
 SGLang sorts its options by what they are about. Sections that cannot change KV are left out as a whole; an option that
-kvbm does not know counts in every other section.
+kvbm does not know counts in every other section. identity.yaml has their names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvbm.engines.engine_code import device_name
 from kvbm.engines.sglang.launch import STAND_INS_VARIABLE
@@ -29,26 +32,12 @@ from kvbm.identity.options import Options, configuration_of, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
 
 DISTRIBUTIONS = ("sglang", "torch", "transformers")
-LOAD_FORMATS = frozenset(  # that read the files in the directory of the model
-    {"auto", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor", "gguf", "bitsandbytes", "layered"}
-)
-
-_NOT_KV_SECTIONS = frozenset({"disagg", "lora", "memory", "observability", "serving"})
-_NOT_KV = frozenset(
-    {"model_path", "revision", "download_dir", "context_length", "is_embedding", "model_checksum"}
-    | {"weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints", "weight_loader_prefetch_num_threads"}
-    | {"weight_loader_drop_cache_after_load", "engine_info_bootstrap_port", "delete_ckpt_after_loading"}
-    | {"base_gpu_id", "gpu_id_step", "random_seed", "watchdog_timeout", "soft_watchdog_timeout", "sleep_on_idle"}
-    | {"use_ray", "custom_sigquit_handler", "numa_node", "gc_threshold"}
-    | {"nccl_port", "dist_timeout", "dist_init_addr", "gated_launch_port", "nnodes", "node_rank", "dp_size"}
-    | {"load_balance_method", "pp_max_micro_batch_size", "pp_async_batch_depth"}
-)
+_NAMES = yaml.safe_load(Path(__file__).with_name("identity.yaml").read_text())
+LOAD_FORMATS = frozenset(_NAMES["load_formats"].split())  # that read the files in the directory of the model
+_NOT_KV_SECTIONS = frozenset(_NAMES["sections"].split())
+_NOT_KV = frozenset(_NAMES["options"].split())
 _KV_OF_SCHEDULE = frozenset({"page_size", "c128_page_size"})  # the rest says when a request runs
-# Options with which the weights come from somewhere else than the files of the model.
-_OTHER_WEIGHTS = (
-    *("custom_weight_loader", "modelexpress_config", "checkpoint_engine_wait_weights_before_ready"),
-    *("remote_instance_weight_loader_seed_instance_ip", "weight_cache_mode", "uno_lora_path"),
-)
+_OTHER_WEIGHTS = tuple(_NAMES["other_weights"].split())
 # Registries of classes and functions that compute KV. Quantisation by vLLM's classes counts as SGLang's own.
 _REGISTRIES = (
     ("sglang.srt.models.registry", "ModelRegistry.models"),
@@ -78,14 +67,14 @@ def identity(storage: Any, pool: dict[str, object]) -> tuple[dict[str, object], 
         "part": part_of(storage),
     }
     try:
-        options = _options()
+        options, counting = _options()
         facts["model"] = str(options["model_path"])
         directory = snapshot_of(str(options["model_path"]), options.get("revision"), options.get("download_dir"))
         require_format(str(getattr(options.get("load_format"), "value", options.get("load_format"))), LOAD_FORMATS)
         facts["weights"] = with_weights(content_of(directory, every=bool(options.get("trust_remote_code"))))
         if code := code_of(_roots(), "sglang"):
             facts["code"] = code
-        facts["options"] = Options(directory).digest(_counting(options))
+        facts["options"] = Options(directory).digest(counting)
         facts["environment"] = _environment(Options(directory))
         configuration = configuration_of(directory)
         facts["length"] = int(options.get("context_length") or 0) if depends_on_length(configuration) else 0
@@ -123,33 +112,24 @@ def _doubt(options: dict[str, Any], configuration: Mapping[str, Any]) -> str:
     return ""
 
 
-def _options() -> dict[str, Any]:
-    """Return SGLang's options with the values that are in effect. Raises Unidentified."""
+def _options() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return SGLang's options with the values that are in effect, and those of them that may change KV. Raises
+    Unidentified."""
     try:
         arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
         value_of = importlib.import_module("sglang.srt.arg_groups.overrides").resolution_result
-        return {name: value_of(arguments, name) for name in _sections()}
+        sections = importlib.import_module("sglang.srt.arg_groups.arg_utils").namespace_of(type(arguments))
+        options = {name: value_of(arguments, name) for name in sections}
     except (ImportError, AttributeError, ValueError) as error:
         raise Unidentified(f"the options of this version of SGLang are unknown ({error})") from error
-
-
-def _sections() -> dict[str, str]:
-    """Return the section of each option."""
-    arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
-    found: dict[str, str] = importlib.import_module("sglang.srt.arg_groups.arg_utils").namespace_of(type(arguments))
-    return found
-
-
-def _counting(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that may change KV."""
-    sections = _sections()
-    return {
+    counting = {
         name: value
         for name, value in options.items()
         if name not in _NOT_KV
         and (section := sections[name].partition(".")[0]) not in _NOT_KV_SECTIONS
         and (section != "schedule" or name in _KV_OF_SCHEDULE)
     }
+    return options, counting
 
 
 def _environment(options: Options) -> str | Hashed:

@@ -18,11 +18,13 @@ from kvbm.engines.engine_kind import (
     with_arguments,
 )
 from kvbm.engines.make_model import MODELS
-from kvbm.engines.sglang import launch, sizing, versions
+from kvbm.engines.sglang import launch, versions
 from kvbm.engines.sglang.options import LAYOUTS, STORAGE, refused_flags
 from kvbm.engines.sglang.versions import INSTALL, PACKAGE, TESTED, TO_COMPILE
 from kvbm.engines.synthetic_directory import with_local_model
+from kvbm.engines.token_pools import TokenPools
 from kvbm.errors import EnvironmentProblem
+from kvbm.sizing.families.facts import SizeUnknown
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from kvbm.sizing.tiers import Device
     from kvbm.sizing.wanted import Wanted
 
+_CACHE_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "bf16": 2}  # of one element
 _WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline`"
 
 
@@ -105,10 +108,21 @@ class SglangKind(EngineKind):
                 yield Unusable(place, message, _WITHOUT_KVBM)
 
     def device(self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted) -> Device:
-        return sizing.device(_arguments(profile), model_config, sequence_tokens=wanted.sequence_tokens)
-
-    def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
-        sizing.device(_arguments(profile), model_config)
+        """SGLang's `auto` uses the type of the model, unless the checkpoint is quantized."""
+        arguments = _arguments(profile)
+        if (arguments.pp_size or 1) > 1:
+            raise SizeUnknown("with pipeline stages, only SGLang knows the size of a block")
+        pools = TokenPools(
+            "SGLang",
+            block_tokens=arguments.page_size,
+            ranks=arguments.tp_size or 1,
+            max_tokens=count_of(arguments.max_total_tokens),
+            set_by="engine.arguments.max_total_tokens",
+            longest=wanted.sequence_tokens or count_of(arguments.context_length),
+        )
+        hint = "add `--kv-cache-dtype`, for example `fp8_e4m3`"
+        named = pools.named_bytes("kv_cache_dtype", arguments.kv_cache_dtype, _CACHE_BYTES, model_config, hint)
+        return pools.device(model_config, named or (4 if arguments.dtype in ("float", "float32") else 2))
 
     def own_memory(self, profile: Profile, device_bytes: int | None) -> OwnMemory:
         arguments, copies = _arguments(profile), self.copies(profile)

@@ -1,9 +1,14 @@
-"""Rules for single flags in `engine.arguments` of SGLang: what kvbm sets, and other caches in its place."""
+"""Rules for single flags in `engine.arguments` of SGLang: what kvbm sets, and other caches in its place.
+
+options.json has the names and what to write instead.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import SglangArguments, flags_of_others
@@ -18,42 +23,10 @@ STORAGE = {
     "hicache_storage_pass_prefix_keys": True,
 }
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")  # of its host memory, that kvbm can store
-_PLAIN_HTTP = "kvbm uses plain HTTP; use a reverse proxy for TLS"
-_OTHER_CACHE = "remove it: kvbm stores what SGLang's hierarchical cache hands down"
 
-KVBM_SETS: Mapping[str, str] = {
-    "model_path": "use `engine.model`",
-    "model": "use `engine.model`",
-    "host": "use `server.host`",
-    "port": "use `server.port`",
-    "config": "write the flags of that file into `engine.arguments`",
-    "help": "remove it; `python -m sglang.launch_server --help` shows the flags",
-    "ssl_keyfile": _PLAIN_HTTP,
-    "ssl_certfile": _PLAIN_HTTP,
-    "enable_metrics": "remove it; kvbm always sets it, to read the server's counters",
-    "enable_cache_report": "remove it; kvbm always sets it, to learn the number of cached tokens",
-    "hicache_storage_backend": "remove it; kvbm sets it, and `kvbm serve --baseline` leaves it out",
-    **dict.fromkeys(("enable_lmcache", "enable_flexkv", "radix_cache_backend"), _OTHER_CACHE),
-    "disable_radix_cache": "remove it: without its prefix cache, SGLang stores nothing",
-}
-
-# Names of other engines, and the flag of SGLang.
-SAME_FLAG: Mapping[str, str] = {
-    "max_model_len": "context_length",
-    "max_seq_len": "context_length",
-    "block_size": "page_size",
-    "tokens_per_block": "page_size",
-    "tensor_parallel_size": "tp_size",
-    "pipeline_parallel_size": "pp_size",
-    "data_parallel_size": "dp_size",
-    "gpu_memory_utilization": "mem_fraction_static",
-    "max_num_seqs": "max_running_requests",
-    "max_batch_size": "max_running_requests",
-    "max_num_batched_tokens": "chunked_prefill_size",
-    "max_num_tokens": "chunked_prefill_size",
-    "num_blocks": "max_total_tokens",
-    "num_gpu_blocks_override": "max_total_tokens",
-}
+_NAMES = json.loads(Path(__file__).with_name("options.json").read_text())
+KVBM_SETS: Mapping[str, str] = _NAMES["kvbm_sets"]
+SAME_FLAG: Mapping[str, str] = _NAMES["same_flag"]  # names of other engines, and the flag of SGLang
 # Flags of other engines that SGLang does not have. They are listed, because a flag that `SglangArguments` does not
 # declare may be one of SGLang.
 _OF_OTHERS = flags_of_others("sglang") - {"device"}

@@ -28,12 +28,12 @@ from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import KEY, resolve_connector
 from kvbm.engines.engine_code import module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.opening import open_storage
 from kvbm.engines.sglang import flushes, weight_updates
 from kvbm.engines.sglang.host_pool import Addresses, HostPool, copy_in, copy_out
 from kvbm.engines.sglang.identity import identity, is_attached
 from kvbm.engines.sglang.leader_thread import LeaderThread
 from kvbm.engines.sglang.ranks import for_rank, replica
-from kvbm.engines.storage_opening import open_storage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.identity.description import Description, describe
@@ -82,7 +82,6 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         config = resolve_connector(ours, os.environ, engine="sglang", warns=rank == 0, place=place)
         self._config = for_rank(config, storage_config)
         self._telemetry = self._new_telemetry()
-        self._pool: HostPool | None = None
         self._pools: dict[str, HostPool] = {}  # by SGLang's name, the one of KV included
         self._segment: Segment | None = None
         self._thread: LeaderThread | None = None
@@ -96,7 +95,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         flushes.watch(self)
         self._doubt = weight_updates.watch(self, is_attached=is_attached())
         self.mem_pool_host = mem_pool_host
-        pool = self._pool = HostPool(mem_pool_host)
+        pool = HostPool(mem_pool_host)
         self._pools = {KV_POOL: pool}
         self._open(pool.layout(), pool.facts())
 
@@ -139,8 +138,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
 
     def _open(self, layout: BlockLayout, facts: dict[str, object]) -> None:
         """Open the tiers for blocks of this layout. Raises EnvironmentProblem."""
-        assert self._pool is not None
-        traits = EngineTraits(self._pool.page_tokens, hash_bytes=KEY_BYTES, names_whole_chains=False)
+        traits = EngineTraits(self._pools[KV_POOL].page_tokens, hash_bytes=KEY_BYTES, names_whole_chains=False)
         ranks = self._storage.tp_size * self._storage.pp_size
         self._segment, leader = open_storage(
             self.boundary,
@@ -171,15 +169,11 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Copy pages to these token positions of SGLang's host pool. Return which are there."""
-        return self._per_page(
-            "batch_get_v1", keys, lambda: self._get(_hashes(keys), self._pages(host_indices, len(keys)))
-        )
+        return self._moved("batch_get_v1", self._get, keys, host_indices)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Take over the pages at these token positions of SGLang's host pool. Return which are stored."""
-        return self._per_page(
-            "batch_set_v1", keys, lambda: self._set(_hashes(keys), self._pages(host_indices, len(keys)))
-        )
+        return self._moved("batch_set_v1", self._set, keys, host_indices)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """Return how long a prefix can be loaded with all pools, and which shorter ones."""
@@ -193,11 +187,17 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Copy pages of several pools. Return for each pool which are there."""
-        return {one.name: self._transfer("batch_get_v2", one, self._get) for one in transfers}
+        return {
+            one.name: self._moved("batch_get_v2", self._get, one.keys or (), one.host_indices, _text(one.name))
+            for one in transfers
+        }
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Take over pages of several pools. Return for each pool which are stored."""
-        return {one.name: self._transfer("batch_set_v2", one, self._set) for one in transfers}
+        return {
+            one.name: self._moved("batch_set_v2", self._set, one.keys or (), one.host_indices, _text(one.name))
+            for one in transfers
+        }
 
     def _of_older_interface(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("kvbm works with `interface_v1` only")
@@ -250,22 +250,19 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
             "dtype": str(self.mem_pool_host.dtype).removeprefix("torch."),
         }
 
-    def _pages(self, host_indices: torch.Tensor, count: int) -> list[Addresses]:
-        assert self._pool is not None
-        return self._pool.pages(host_indices, count)
-
-    def _per_page(self, name: str, keys: Sequence[str], run: Callable[[], list[bool]]) -> list[bool]:
-        """Run it; return False for each page after an exception."""
-        found, _ = self.boundary.attempt(name, run)
-        return found or [False] * len(keys)
-
-    def _transfer(
-        self, name: str, transfer: Any, run: Callable[[Sequence[bytes], Sequence[Addresses]], list[bool]]
+    def _moved(
+        self,
+        name: str,
+        move: Callable[[Sequence[bytes], Sequence[Addresses]], list[bool]],
+        keys: Sequence[str],
+        indices: torch.Tensor,
+        pool: str = KV_POOL,
     ) -> list[bool]:
-        keys, pool = transfer.keys or (), _text(transfer.name)
-        return self._per_page(
-            name, keys, lambda: run(_hashes(keys, pool), self._pools[pool].pages(transfer.host_indices, len(keys)))
+        """Move the pages of a pool at these positions; return which have been, none after an exception."""
+        moved, _ = self.boundary.attempt(
+            name, lambda: move(_hashes(keys, pool), self._pools[pool].pages(indices, len(keys)))
         )
+        return moved or [False] * len(keys)
 
     def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
         """Return the pages of each pool, and the lengths of prefixes that all pools have. A pool that requires only the

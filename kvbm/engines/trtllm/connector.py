@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import resolve_connector
 from kvbm.engines.engine_code import module_if_installed
-from kvbm.engines.trtllm import meeting
 from kvbm.engines.trtllm.engine_facts import EngineFacts, decline_reason
 from kvbm.engines.trtllm.launch import CONFIG_VARIABLE
 from kvbm.engines.trtllm.leader_side import LeaderSide
@@ -59,7 +58,7 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
         self.side: LeaderSide | None = None
         if facts is not None:
             self.side = LeaderSide(config, llm_args, facts, has_salts=_has_salts())
-            meeting.attend(self.side)
+            RankSide.leader = self.side
             weakref.finalize(self, self.side.close)  # at the exit of the process: no version calls `shutdown`
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -169,8 +168,8 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
 
     @contained()
     def _settle(self) -> None:
-        if self.side is not None and self.side.is_leading and meeting.leader_of_this_process is not None:
-            meeting.leader_of_this_process.settle()
+        if self.side is not None and self.side.is_leading and self.side.leader is not None:
+            self.side.leader.settle()
 
     def shutdown(self) -> None:
         if self.side is not None:

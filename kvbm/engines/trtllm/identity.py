@@ -1,8 +1,8 @@
 """Engine identity: the values that determine the bytes and the hashes of TensorRT-LLM's blocks.
 
 Other engines, on this machine or on others, load blocks of an engine with the same identity. It contains the content of
-the model's files, all arguments of the engine except those that cannot change KV (more of them than necessary only
-costs hits), and versions. It contains no path. Whatever is in doubt is not kept for the next start.
+the model's files, all arguments of the engine except those in identity.yaml (more of them than necessary only costs
+hits), and versions. It contains no path. Whatever is in doubt is not kept for the next start.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvbm.engines.engine_code import device_name
 from kvbm.identity.code import code_of, registered
@@ -24,18 +26,8 @@ DISTRIBUTIONS = ("tensorrt_llm", "torch", "transformers")
 LOAD_FORMATS = frozenset({"auto", "AUTO", "LoadFormat.AUTO", "0"})  # that read the files in the directory of the model
 
 _MODELS = ("MODEL_CLASS_MAPPING", "MODEL_CLASS_VISION_ENCODER_MAPPING")  # registries of model classes
-# Arguments that say where the model is, how much fits, how requests are scheduled, and what is reported.
-_NOT_KV = frozenset(
-    {"model", "tokenizer", "postprocess_tokenizer_dir", "revision", "tokenizer_revision", "tokenizer_mode"}
-    | {"skip_tokenizer_init", "max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "scheduler_config"}
-    | {"kv_connector_config", "num_postprocess_workers", "env_overrides", "iter_stats_max_iterations"}
-    | {"request_stats_max_iterations", "perf_metrics_max_requests", "reasoning_parser", "gpus_per_node", "mpi_session"}
-    | {"otlp_traces_endpoint", "return_perf_metrics", "print_iter_log", "enable_iter_perf_stats", "stream_interval"}
-    | {"enable_iter_req_stats", "garbage_collection_gen0_threshold", "guided_decoding_backend"}
-)
-_NOT_KV_OF_CACHE = frozenset(
-    {"free_gpu_memory_fraction", "max_tokens", "max_gpu_total_bytes", "event_buffer_max_size", "host_cache_size"}
-)
+_NAMES = yaml.safe_load(Path(__file__).with_name("identity.yaml").read_text())
+_NOT_KV, _NOT_KV_OF_CACHE = (frozenset(_NAMES[section].split()) for section in ("arguments", "kv_cache_config"))
 
 
 def identity(arguments: Any) -> tuple[dict[str, object], str]:

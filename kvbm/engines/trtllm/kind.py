@@ -15,11 +15,13 @@ from kvbm.engines.engine_kind import (
 )
 from kvbm.engines.installation import shown
 from kvbm.engines.synthetic_directory import with_local_model
-from kvbm.engines.trtllm import launch, sizing, versions
+from kvbm.engines.token_pools import TokenPools
+from kvbm.engines.trtllm import launch, versions
 from kvbm.engines.trtllm.disaggregated import fleet
 from kvbm.engines.trtllm.options import CONNECTOR, DEFAULT_BLOCK_TOKENS, SIGNS, refused_options
 from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE
 from kvbm.errors import EnvironmentProblem
+from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from kvbm.sizing.wanted import Wanted
 
 TITLE = "TensorRT-LLM"
+_CACHE_BYTES = {"fp8": 1, "float16": 2, "bfloat16": 2, "float32": 4}  # of one element
 
 
 class TrtllmKind(EngineKind):
@@ -95,10 +98,26 @@ class TrtllmKind(EngineKind):
         return with_arguments(profile, kv_cache_config={**cache, "max_tokens": tokens})
 
     def device(self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted) -> Device:
-        return sizing.device(_arguments(profile), model_config, sequence_tokens=wanted.sequence_tokens)
-
-    def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
-        sizing.specs(_arguments(profile), model_config)
+        """TensorRT-LLM's `auto` follows a quantized checkpoint, or else the type of the model."""
+        arguments, key = _arguments(profile), "kv_cache_config.dtype"
+        pools = TokenPools(
+            TITLE,
+            block_tokens=self.block_tokens(profile),
+            ranks=arguments.tensor_parallel_size or 1,
+            max_tokens=arguments.cache.get("max_tokens"),
+            set_by="engine.arguments.kv_cache_config",
+            longest=wanted.sequence_tokens or arguments.max_seq_len,
+        )
+        hint = f"set `engine.arguments.{key}`, for example to"
+        named = pools.named_bytes(key, arguments.cache.get("dtype"), _CACHE_BYTES, model_config, f"{hint} `fp8`")
+        facts = ModelFacts.of(model_config)
+        is_open = named is None and arguments.dtype in (None, "auto")
+        if is_open and "float32" in (facts.get("dtype"), facts.get("torch_dtype")):
+            raise SizeUnknown(
+                f"the model is in 32 bits, so only {TITLE} knows the data type of its KV cache",
+                hint=f"{hint} `bfloat16`",
+            )
+        return pools.device(model_config, named or _CACHE_BYTES.get(arguments.dtype or "auto", 2))
 
     def caveats(self, profile: Profile) -> list[str]:
         return [

@@ -1,13 +1,16 @@
 """Rules for single options in `engine.arguments` of TensorRT-LLM: what kvbm sets, and what it cannot work with.
 
 TensorRT-LLM's interface for connectors has limits. An option beyond one of them is refused here, before a start of
-minutes: TensorRT-LLM would refuse it, or the connector would disable itself.
+minutes: TensorRT-LLM would refuse it, or the connector would disable itself. options.json has the limits, the names,
+and what to write instead.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import flags_of_others
@@ -20,45 +23,12 @@ CONNECTOR = {
     "connector_worker_class": "DynamoKVBMConnectorWorker",
 }
 DEFAULT_BLOCK_TOKENS = 32
-# Keys of a file of options that are not keys of other files.
-SIGNS = frozenset(
-    (
-        *("kv_cache_config", "kv_connector_config", "cuda_graph_config", "moe_config", "max_num_tokens"),
-        *("cache_transceiver_config", "enable_attention_dp", "moe_expert_parallel_size", "print_iter_log"),
-        *("max_batch_size", "disable_overlap_scheduler", "build_config"),
-    )
-)
 
-KVBM_SETS: Mapping[str, str] = {
-    "model": "use `engine.model`",
-    "host": "use `server.host`",
-    "port": "use `server.port`",
-    "kv_connector_config": "remove it; kvbm writes it, and `kvbm serve --baseline` leaves it out",
-    "extra_llm_api_options": "write the options of that file into `engine.arguments`",
-    "config": "write the options of that file into `engine.arguments`",
-}
-
+_NAMES = json.loads(Path(__file__).with_name("options.json").read_text())
+SIGNS: frozenset[str] = frozenset(_NAMES["signs"])  # keys of a file of options that are not keys of other files
+KVBM_SETS: Mapping[str, str] = _NAMES["kvbm_sets"]
 # Names of other engines and of options of the command line, and the option in the file.
-SAME_OPTION: Mapping[str, str] = {
-    "max_model_len": "max_seq_len",
-    "max_num_batched_tokens": "max_num_tokens",
-    "max_num_seqs": "max_batch_size",
-    "block_size": "kv_cache_config.tokens_per_block",
-    "tokens_per_block": "kv_cache_config.tokens_per_block",
-    "kv_cache_dtype": "kv_cache_config.dtype",
-    "gpu_memory_utilization": "kv_cache_config.free_gpu_memory_fraction",
-    "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "num_blocks": "kv_cache_config.max_tokens",
-    "num_gpu_blocks_override": "kv_cache_config.max_tokens",
-    "prefix_caching": "kv_cache_config.enable_block_reuse",
-    "enable_prefix_caching": "kv_cache_config.enable_block_reuse",
-    "tp_size": "tensor_parallel_size",
-    "pp_size": "pipeline_parallel_size",
-    "ep_size": "moe_expert_parallel_size",
-}
-
-
+SAME_OPTION: Mapping[str, str] = _NAMES["same_option"]
 # Flags of other engines that TensorRT-LLM does not have.
 _OF_OTHERS = flags_of_others("tensorrt-llm") - {"seed", "device", "pipeline_parallel_size"}
 
@@ -81,28 +51,7 @@ class Limit:
         return f"{name} must be `{_shown(self.required)}`, not `{_shown(value)}`: {self.reason}"
 
 
-_RANKS = "the connector supports tensor parallelism only"
-_WEIGHTS = "the weights can change in memory, which TensorRT-LLM does not report to a connector"
-LIMITS = (
-    Limit("backend", "pytorch", "only this backend loads a connector"),
-    Limit("max_beam_width", 1, "the hash of a block covers only the first beam"),
-    Limit("speculative_config", None, "TensorRT-LLM cannot combine it with a connector"),
-    Limit("pipeline_parallel_size", 1, _RANKS),
-    Limit("context_parallel_size", 1, _RANKS),
-    Limit("enable_attention_dp", False, _RANKS),
-    Limit("ray_worker_extension_cls", None, _WEIGHTS),
-    Limit("sleep_config", None, _WEIGHTS),
-    Limit("enable_sleep", False, _WEIGHTS),
-    Limit("orchestrator_type", "rpc", _WEIGHTS),
-    Limit(
-        "scheduler_config.capacity_scheduler_policy",
-        "GUARANTEED_NO_EVICT",
-        "with another policy, a request may lose its blocks during a copy",
-    ),
-    Limit("kv_cache_config.enable_block_reuse", True, "without it, the engine looks for no cached prefix"),
-    Limit("kv_cache_config.enable_partial_reuse", False, "after a hit of part of a block, kvbm loads nothing"),
-    Limit("kv_cache_config.host_cache_size", 0, "`tiers.host` replaces TensorRT-LLM's own host memory"),
-)
+LIMITS = tuple(Limit(**one) for one in _NAMES["limits"])
 _AS_IN_TRTLLM = "write the name as in TensorRT-LLM, such as `max_seq_len: 8192`"
 _COUNTS = ("kv_cache_config.tokens_per_block", "kv_cache_config.max_tokens")  # kvbm computes sizes from them
 

@@ -11,6 +11,10 @@ segment of its own, so that a block can have a different id in each group.
 
 A load ends when all its blocks are there. TensorRT-LLM does not accept a failure; a worker repeats a failed copy until
 it succeeds. A save ends when every copy that ran when the request ended has stopped.
+
+Rank 0 has both sides in one process, and so finds the leader's side. The other ranks are MPI processes. Their reports
+reach rank 0 through a collective operation of TensorRT-LLM, in which every rank takes part once, when it registers its
+KV cache; also a rank that failed, because the others wait for it.
 """
 
 from __future__ import annotations
@@ -19,11 +23,10 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from kvbm.boundary import Boundary, contained
 from kvbm.device.worker import HostCapacity, Worker
-from kvbm.engines.trtllm import meeting
 from kvbm.engines.trtllm.messages import NOTHING, RankReport, TransferOrders
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.processes import boot_id
@@ -33,8 +36,10 @@ if TYPE_CHECKING:
     import torch
 
     from kvbm.config.schema import ConnectorConfig
+    from kvbm.engines.trtllm.leader_side import LeaderSide
     from kvbm.host.layout import BlockLayout
 
+_Value = TypeVar("_Value")
 _Order = TypeVar("_Order", Onboard, Offload)
 
 log = logging.getLogger(__name__)
@@ -51,6 +56,8 @@ class GroupMemory:
 class RankSide:
     """See the module's text. `saves_one_by_one`: the engine releases only one ended request per iteration, so that
     every rank reports them in the order in which they ended."""
+
+    leader: ClassVar[LeaderSide | None] = None  # of the newest engine in this process
 
     def __init__(self, config: ConnectorConfig, *, rank_count: int, saves_one_by_one: bool) -> None:
         self._config = config
@@ -69,13 +76,12 @@ class RankSide:
     def register(self, memories: Sequence[GroupMemory]) -> None:
         """Allocate the host memory and connect the ranks. Every rank calls it once. Raises EnvironmentProblem on all
         ranks if one of them fails."""
-        self._rank = meeting.rank() if self._rank_count > 1 else 0
-        report = self._allocated(memories)
-        reports = meeting.gather(report, rank_count=self._rank_count)
+        self._rank = _own_rank() if self._rank_count > 1 else 0
+        reports = self._gathered(self._allocated(memories))
         error = next((f"rank {one.rank}: {one.error}" for one in reports if one.error is not None), None)
         if error is None and self._rank == 0:
             error = self._connected(reports)
-        errors = meeting.gather(error, rank_count=self._rank_count)
+        errors = self._gathered(error)
         if (error := next((one for one in errors if one is not None), None)) is not None:
             raise EnvironmentProblem(f"kvbm cannot start: {error}")
 
@@ -114,13 +120,20 @@ class RankSide:
             for group, memory in enumerate(memories)
         ]
 
+    def _gathered(self, value: _Value) -> list[_Value]:
+        """Return the values of all ranks, in the order of the ranks. Every rank must call it."""
+        if self._rank_count == 1:
+            return [value]
+        from tensorrt_llm._utils import mpi_allgather
+
+        return list(mpi_allgather(value))
+
     def _connected(self, reports: Sequence[RankReport]) -> str | None:
         """Create the leader; return the reason if that is not possible."""
-        leader = meeting.leader_of_this_process
-        if leader is None:
+        if self.leader is None:
             return f"process {os.getpid()} of rank 0 has no DynamoKVBMConnectorLeader"
         try:
-            leader.connect(reports)
+            self.leader.connect(reports)
         except Exception as error:  # raised on all ranks together
             log.error("kvbm: the leader cannot start", exc_info=error)
             return f"{type(error).__name__}: {error}"
@@ -220,6 +233,12 @@ class RankSide:
             if self._saves_one_by_one and (saved or not has_ended):
                 break
         return saved
+
+
+def _own_rank() -> int:
+    from tensorrt_llm._utils import mpi_rank
+
+    return int(mpi_rank())
 
 
 def _in_group(order: _Order, group: int, tables: dict[int, tuple[int, ...]]) -> _Order:

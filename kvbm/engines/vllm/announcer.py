@@ -260,15 +260,7 @@ def _stored(
     }
     facts = {name: value for name, value in facts.items() if name in STORED_FIELDS}
     for extent in form.extents(hashes, descriptions):
-        yield BlockStored(
-            block_hashes=extent.names,
-            parent_block_hash=extent.parent,
-            token_ids=extent.tokens,
-            lora_id=extent.adapter_id,
-            lora_name=extent.adapter,
-            extra_keys=extent.keys,
-            **facts,
-        )
+        yield BlockStored(**extent, **facts)
 
 
 def _removed(tier: Tier, hashes: Sequence[bytes], form: Descriptions) -> KVCacheEvent:

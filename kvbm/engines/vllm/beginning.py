@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from importlib import metadata
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.log_queue import queue_log
+from kvbm.identity.machine import version_of
 
 
 def refuse_rival() -> None:
     """Raise EnvironmentProblem if NVIDIA's distribution `kvbm` is installed: its modules overwrite ours."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        rival = metadata.version("kvbm")
+    if rival := version_of("kvbm"):
         raise EnvironmentProblem(
             f"NVIDIA's kvbm {rival} and kvbm-cli are both installed, and both provide the package `kvbm`",
             hint="`pip uninstall kvbm`, then install kvbm-cli again with `--force-reinstall --no-deps`",

@@ -174,7 +174,7 @@ class PlainTables(GroupedTables):
     def __init__(self, groups: Sequence[TransferGroup]) -> None:
         super().__init__(groups)
         (group,) = groups
-        self._index, self._size = group.index, group.group.block_tokens
+        self._size = group.group.block_tokens
 
     def chains(self, tracked: VllmRequest) -> Sequence[list[bytes]]:
         return (tracked.request.block_hashes,) if tracked.media is None else super().chains(tracked)
@@ -183,18 +183,6 @@ class PlainTables(GroupedTables):
         size, chain = self._size, self.chains(tracked)[0]
         blocks = leader.match(tracked.request.request_id, chain, tracked.start // size, end // size)
         return None if blocks is None else blocks * size
-
-    def to_load(
-        self, tracked: VllmRequest, tables: Sequence[list[int]], end: int
-    ) -> tuple[list[bytes], list[int]] | None:
-        loaded = slice(tracked.start // self._size, end // self._size)
-        return self.chains(tracked)[0][loaded], tables[self._index][loaded]
-
-    def own(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
-        return [list(block_ids[self._index]) if block_ids else []]
-
-    def extend(self, tracked: VllmRequest, block_ids: Sequence[list[int]]) -> None:
-        tracked.block_ids[0] += block_ids[self._index]
 
     def offload(self, leader: GuardedLeader, due: Due, output: SchedulerOutput) -> None:
         size, completed, chains = self._size, [], self.chains

@@ -15,8 +15,7 @@ backend in these versions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
+from typing import NamedTuple
 
 from kvbm.config.engine import VllmArguments
 from kvbm.engines.installation import Release
@@ -29,16 +28,8 @@ AMX_KERNEL_TOKENS = 32
 _AMX, _BF16 = "amx_tile", "avx512_bf16"  # flags in /proc/cpuinfo
 _FIRST_WITH_AMX_MLA: Release = (0, 29)
 _FIRST_WITH_NARROW_GDN: Release = (0, 29)
+CPU_MLA, AMX_MLA = "CPU_MLA", "AMX_MLA"
 BACKEND_KEY = f"{PREFIX}attention_backend"
-
-
-class LatentBackend(Enum):
-    """The attention backend of a model with latent attention on a CPU, by its name in vLLM."""
-
-    REFERENCE = "CPU_MLA"
-    AMX = "AMX_MLA"
-
-
 PLAIN = Cpu()
 
 
@@ -60,53 +51,36 @@ def _is_before(cpu: Cpu, release: Release) -> bool:
     return cpu.release is not None and cpu.release < release
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Latent attention with these arguments on this CPU."""
+class LatentAttention(NamedTuple):
+    """Latent attention on a CPU: its backend, the tokens in a block of it and in the smallest one, and what to say."""
 
-    arguments: VllmArguments
-    cpu: Cpu
+    backend: str
+    block_tokens: int
+    kernel_tokens: int
+    note: str
 
-    @property
-    def backend(self) -> LatentBackend:
-        """SizeUnknown if the arguments name a backend in a form that only vLLM reads."""
-        is_named = self._named_backend().upper() == LatentBackend.REFERENCE.value
-        return LatentBackend.AMX if has_amx_attention(self.cpu) and not is_named else LatentBackend.REFERENCE
 
-    @property
-    def block_tokens(self) -> int:
-        if self.backend is LatentBackend.REFERENCE:
-            return REFERENCE_BLOCK_TOKENS
-        return self.arguments.block_size or CPU_BLOCK_TOKENS
+def latent_attention(arguments: VllmArguments, cpu: Cpu) -> LatentAttention:
+    """Return what vLLM uses with these arguments. SizeUnknown if they name a backend in a form that only vLLM reads."""
+    is_reference, given = _named_backend(arguments).upper() == CPU_MLA, arguments.block_size
+    if has_amx_attention(cpu) and not is_reference:
+        tokens = given or CPU_BLOCK_TOKENS
+        return LatentAttention(AMX_MLA, tokens, AMX_KERNEL_TOKENS, _note(AMX_MLA, tokens))
+    tokens = REFERENCE_BLOCK_TOKENS
+    ignored = "" if given in (None, tokens) else f", and ignores `block_size: {given}`"
+    return LatentAttention(CPU_MLA, tokens, tokens, _note(CPU_MLA, tokens) + ignored)
 
-    @property
-    def kernel_tokens(self) -> int:
-        """The smallest block of the backend."""
-        return AMX_KERNEL_TOKENS if self.backend is LatentBackend.AMX else REFERENCE_BLOCK_TOKENS
 
-    def note(self) -> str:
-        """Return which backend vLLM uses, why, and what the other one would do."""
-        given = self.arguments.block_size
-        if self.backend is LatentBackend.AMX:
-            return (
-                f"this CPU has AMX, so vLLM uses the attention backend {LatentBackend.AMX.value}, with blocks of "
-                f"{self.block_tokens} tokens; without AMX, or with `{BACKEND_KEY}: {LatentBackend.REFERENCE.value}`, "
-                f"a block of this model has {REFERENCE_BLOCK_TOKENS}"
-            )
-        ignored = "" if given in (None, REFERENCE_BLOCK_TOKENS) else f" and ignores `block_size: {given}`"
-        reason = "with these arguments" if _AMX in self.cpu.flags else "on this CPU, which has no AMX"
-        return (
-            f"vLLM uses the attention backend {LatentBackend.REFERENCE.value} {reason}{ignored}: a block of this model "
-            f"has {REFERENCE_BLOCK_TOKENS} tokens; with {LatentBackend.AMX.value} it has {given or CPU_BLOCK_TOKENS}"
+def _note(backend: str, block_tokens: int) -> str:
+    return f"on this CPU, vLLM uses the attention backend {backend}, with blocks of {block_tokens} tokens"
+
+
+def _named_backend(arguments: VllmArguments) -> str:
+    """Return the backend that the arguments name, empty without one."""
+    extra = arguments.model_extra or {}
+    config = extra.get("attention_config") or {}
+    if not isinstance(config, Mapping) or config.get("backend_per_kind"):
+        raise SizeUnknown(
+            "with this `attention_config`, only vLLM knows the attention backend", hint=f"set `{BACKEND_KEY}` instead"
         )
-
-    def _named_backend(self) -> str:
-        """Return the backend that the arguments name, empty without one."""
-        extra = self.arguments.model_extra or {}
-        config = extra.get("attention_config") or {}
-        if not isinstance(config, Mapping) or config.get("backend_per_kind"):
-            raise SizeUnknown(
-                "with this `attention_config`, only vLLM knows the attention backend",
-                hint=f"set `{BACKEND_KEY}` instead",
-            )
-        return str(extra.get("attention_backend") or config.get("backend") or "")
+    return str(extra.get("attention_backend") or config.get("backend") or "")

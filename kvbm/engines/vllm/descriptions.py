@@ -110,8 +110,9 @@ class Descriptions:
         heads = [head, *(child + one[name] for one in hashes[:-1])]
         return [one + tokens[index * step : (index + 1) * step] for index, one in enumerate(heads)]
 
-    def extents(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[DescribedExtent]:
-        """Split blocks into extents: each block is the parent of the next one. `found` are their descriptions."""
+    def extents(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[dict[str, Any]]:
+        """Split blocks into extents: each block is the parent of the next one. `found` are their descriptions. Yields
+        what BlockStored says of the blocks of one extent."""
         joined, width, extras = b"".join(found), self._width, None
         if len(joined) != len(found) * width:
             joined = b"".join([one[:width] for one in found])
@@ -125,12 +126,15 @@ class Descriptions:
         parent_names = self._names(parents[bounds[:-1]])
         tokens = np.ascontiguousarray(rows[:, self._tokens_at :]).view("<u4").ravel().tolist()
         for (begin, end), parent in zip(pairwise(bounds), parent_names, strict=True):
-            known = parent if forms[begin] & HAS_PARENT else None
             first = NO_EXTRAS if extras is None else extras[begin]
-            keys = [None] * (end - begin) if extras is None else [one.keys for one in extras[begin:end]]
-            yield DescribedExtent(
-                names[begin:end], known, tokens[begin * size : end * size], first.adapter_id, first.adapter, keys
-            )
+            yield {
+                "block_hashes": names[begin:end],
+                "parent_block_hash": parent if forms[begin] & HAS_PARENT else None,
+                "token_ids": tokens[begin * size : end * size],
+                "lora_id": first.adapter_id,
+                "lora_name": first.adapter,
+                "extra_keys": [None] * (end - begin) if extras is None else [one.keys for one in extras[begin:end]],
+            }
 
     def restored(self, note: bytes) -> bytes | None:
         """Return the description in the note of a block on disk, None if it has none or one of another form.
@@ -179,17 +183,6 @@ class PlainForms(Forms):
 
 def forms_of(groups: Sequence[TransferGroup], hash_bytes: int) -> Forms:
     return (PlainForms if is_plain(groups) else Forms)(groups, hash_bytes)
-
-
-class DescribedExtent(NamedTuple):
-    """Blocks of a chain: their names, the parent of the first one, the tokens of all, and what else names them."""
-
-    names: Sequence[Name]
-    parent: Name | None
-    tokens: list[int]
-    adapter_id: int | None
-    adapter: str | None
-    keys: list[Any]
 
 
 def _has_extras(request: Request) -> bool:

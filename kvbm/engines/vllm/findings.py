@@ -48,4 +48,4 @@ def latent_findings(
     """Return which backend of latent attention vLLM uses on a CPU, nothing elsewhere and for other models. SizeUnknown
     if only vLLM knows."""
     latent = latent_on_cpu(Model(arguments, model_config, setting), layer_specs(model_config, Ranks(1)))
-    return [] if latent is None else [StateFinding(StateLevel.NOTE, BACKEND_KEY, latent.note())]
+    return [] if latent is None else [StateFinding(StateLevel.NOTE, BACKEND_KEY, latent.note)]

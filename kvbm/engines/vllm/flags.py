@@ -1,11 +1,14 @@
 """Rules for single flags in `engine.arguments` of vLLM: their spelling, and the flags that kvbm sets itself.
 
-A flag that kvbm sets is refused, with the profile key that sets it: of two values, one would be ignored.
+A flag that kvbm sets is refused, with the profile key that sets it: of two values, one would be ignored. flags.json
+has the names and what to write instead.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.flags import invalid_name, refused_by
@@ -15,43 +18,13 @@ CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
 OFFLOADING_CONNECTOR = "OffloadingConnector"  # vLLM's own
 TIER = "KvbmTier"
 TIER_MODULE = "kvbm.vllm_integration.secondary_tier"
-# Keys of a file of flags that are not keys of other files.
-SIGNS = frozenset(
-    (
-        *("kv_transfer_config", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization"),
-        *("kv_cache_dtype", "max_num_batched_tokens", "max_num_seqs", "compilation_config"),
-        *("enable_prefix_caching", "no_enable_prefix_caching", "served_model_name", "trust_remote_code"),
-    )
-)
 
-_PLAIN_HTTP = "kvbm uses plain HTTP; use a reverse proxy for TLS"
-_NATIVE = "kvbm replaces it; set the size of host memory with `tiers.host`"
-
-KVBM_SETS: Mapping[str, str] = {
-    "model": "use `engine.model`",
-    "model_tag": "use `engine.model`",
-    "host": "use `server.host`",
-    "port": "use `server.port`",
-    "uds": "use `server.host` and `server.port`",
-    "config": "write the flags of that file into `engine.arguments`",
-    "help": "remove it; `vllm serve --help=all` shows the flags",
-    "headless": "remove it; kvbm requires the server of the engine",
-    "grpc": "remove it; kvbm uses HTTP",
-    "ssl_keyfile": _PLAIN_HTTP,
-    "ssl_certfile": _PLAIN_HTTP,
-    "kv_offloading_size": _NATIVE,
-    "kv_offloading_backend": _NATIVE,
-    "enable_prompt_tokens_details": "remove it; kvbm always sets it, to learn the number of cached tokens",
-}
-# Flags of the embedded engine that vLLM has not, and what to write instead. They are listed, because a flag that
-# `VllmArguments` does not declare may be one of vLLM.
-EMBEDDED_ONLY: Mapping[str, str] = {
-    "num_blocks": "use `num_gpu_blocks_override` with vLLM",
-    "prefix_caching": "use `enable_prefix_caching` with vLLM",
-    "device": "remove it; a build of vLLM has one device",
-    "threads": "set the cores in `engine.environment`: `VLLM_CPU_OMP_THREADS_BIND: 0-7`",
-    **dict.fromkeys(("verify", "kv_layout", "worker_process"), "remove it, or use `engine.kind: embedded`"),
-}
+_NAMES = json.loads(Path(__file__).with_name("flags.json").read_text())
+SIGNS: frozenset[str] = frozenset(_NAMES["signs"])  # keys of a file of flags that are not keys of other files
+KVBM_SETS: Mapping[str, str] = _NAMES["kvbm_sets"]
+# Flags of the embedded engine that vLLM has not. They are listed, because a flag that `VllmArguments` does not declare
+# may be one of vLLM.
+EMBEDDED_ONLY: Mapping[str, str] = _NAMES["embedded_only"]
 
 
 def refused_flags(document: Document) -> Iterator[Mistake]:

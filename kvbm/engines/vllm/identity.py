@@ -13,15 +13,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbm.engines.vllm.code import roots_of
 from kvbm.engines.vllm.loads import content_of, directory_of, models_of, runs_its_code
 from kvbm.engines.vllm.options import OMITTED, environment, length, sections
 from kvbm.engines.vllm.weight_updates import reports_weight_updates
-from kvbm.identity.code import code_of
+from kvbm.identity.code import code_of, plugins, registered
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded, require_format, with_weights
 from kvbm.identity.machine import cpu_features, release_of, version_of
@@ -35,6 +35,16 @@ LOAD_FORMATS = frozenset(  # that read the files in the directory of the model
     | {"gguf", "bitsandbytes", "runai_streamer", "runai_streamer_sharded"}
 )
 DISTRIBUTIONS = ("torch", "transformers")
+# Registries of classes and functions from outside vLLM that can compute KV, and groups of plugins.
+REGISTRIES = (
+    ("vllm.v1.attention.backends.registry", "_ATTN_OVERRIDES"),
+    ("vllm.v1.attention.backends.registry", "_MAMBA_ATTN_OVERRIDES"),
+    ("vllm.model_executor.custom_op", "op_registry"),
+    ("vllm.model_executor.custom_op", "op_registry_oot"),
+    ("vllm.model_executor.layers.quantization", "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG"),
+    ("vllm.model_executor.model_loader", "_LOAD_FORMAT_TO_MODEL_LOADER"),
+)
+PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")  # the other groups run in front of the engine
 
 
 def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
@@ -127,7 +137,7 @@ def _model(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
 def _identified(vllm_config: VllmConfig) -> dict[str, object]:
     models = models_of(vllm_config)
     options = Options(directory_of(*models[0]), OMITTED)
-    code = code_of(roots_of(vllm_config), "vllm")
+    code = code_of(_roots_of(vllm_config), "vllm")
     return {
         **({"code": code} if code else {}),
         "weights": [
@@ -140,6 +150,24 @@ def _identified(vllm_config: VllmConfig) -> dict[str, object]:
         "options": sections(vllm_config, options),
         "environment": environment(options),
     }
+
+
+def _roots_of(vllm_config: Any) -> Iterator[object]:
+    """Yield classes and names of modules that may compute KV, those of vLLM itself too."""
+    for model in registered("vllm.model_executor.models.registry", "ModelRegistry.models"):
+        yield getattr(model, "model_cls", None) or getattr(model, "module_name", None) or model
+    for registry in REGISTRIES:
+        yield from filter(None, registered(*registry))
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    names = [getattr(parallel, name, None) for name in ("worker_cls", "worker_extension_cls")]
+    names.append(getattr(vllm_config.scheduler_config, "scheduler_cls", None))
+    if getattr(speculative, "method", None) == "custom_class":
+        names.append(speculative.model)
+    yield from (name for name in names if name and name != "auto")
+    yield type(vllm_config.model_config.hf_config)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    for group in PLUGINS:
+        yield from plugins(group, None if allowed is None else allowed.split(","))
 
 
 def _encoder_scales(model: Any) -> FileContent | str:

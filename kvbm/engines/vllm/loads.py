@@ -118,7 +118,8 @@ def _begun(vllm_config: Any) -> Iterator[tuple[str, Loading | Unidentified]]:
 
 def _keeps_blocks(vllm_config: Any) -> Iterator[bool]:
     """Yield for each connector of kvbm whether its blocks may outlive the engine."""
-    for extra_config in _extra_configs(getattr(vllm_config, "kv_transfer_config", None)):
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    for extra_config in () if transfer is None else _extra_configs(vars(transfer)):
         from kvbm.config.connector import resolve_connector
         from kvbm.errors import ProfileError
 
@@ -130,24 +131,15 @@ def _keeps_blocks(vllm_config: Any) -> Iterator[bool]:
 
 
 def _extra_configs(transfer: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the configurations of kvbm's connectors, also of those in a MultiConnector."""
-    extra_config = getattr(transfer, "kv_connector_extra_config", None)
+    """Yield the configurations of kvbm's connectors, also of those in a MultiConnector, and of its tiers below vLLM's
+    own offloading."""
+    extra_config = (transfer.get("kv_connector_extra_config") or {}) if isinstance(transfer, Mapping) else None
     if not isinstance(extra_config, Mapping):
         return
-    if str(getattr(transfer, "kv_connector_module_path", None)).startswith(OURS):
+    if str(transfer.get("kv_connector_module_path")).startswith(OURS):
         yield extra_config
-    yield from _tiers(extra_config)
-    for inner in extra_config.get("connectors") or ():
-        if not isinstance(inner, Mapping):
-            continue
-        inside = inner.get("kv_connector_extra_config") or {}
-        if str(inner.get("kv_connector_module_path")).startswith(OURS):
-            yield inside
-        yield from _tiers(inside)
-
-
-def _tiers(extra_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the configurations of kvbm's tiers below vLLM's own offloading."""
     for tier in extra_config.get("secondary_tiers") or ():
         if isinstance(tier, Mapping) and str(tier.get("module_path")).startswith(OURS):
             yield tier
+    for inner in extra_config.get("connectors") or ():
+        yield from _extra_configs(inner)

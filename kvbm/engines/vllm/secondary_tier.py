@@ -52,13 +52,13 @@ from kvbm.boundary import Boundary, contained, hook
 from kvbm.config.connector import KEY, resolve_connector
 from kvbm.engines.engine_code import call_before, module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
-from kvbm.engines.storage_opening import open_storage
+from kvbm.engines.opening import open_storage
 from kvbm.engines.vllm import idle_engine, loads
 from kvbm.engines.vllm.beginning import log_as_vllm_does, refuse_rival
 from kvbm.engines.vllm.engine_facts import VllmFacts
 from kvbm.engines.vllm.flags import OFFLOADING_CONNECTOR, TIER
 from kvbm.engines.vllm.identity import identity
-from kvbm.engines.vllm.request import hint_of, is_named
+from kvbm.engines.vllm.request import UNLIMITED, hint_of, is_named
 from kvbm.engines.vllm.weight_updates import watch
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host import threads
@@ -81,7 +81,6 @@ CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 PLACE = f"secondary_tiers.{KEY}"
 GROUP_BYTES = 4  # of a key: the index of the KV cache group, after the block hash
 STORE_LIMIT_S = 2.0  # without a block that moves, until a store is given up
-UNLIMITED = 1 << 62
 FIND_LIMIT_S = 1.0  # from the first question of a request to the shared store
 COPYING_THREADS = 2
 POLL_S = 0.0005

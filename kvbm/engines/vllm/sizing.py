@@ -18,7 +18,7 @@ from math import ceil
 from kvbm.config.engine import VllmArguments
 from kvbm.config.heads import have_layers_equal_heads
 from kvbm.config.values import count_of
-from kvbm.engines.vllm.cpu import PLAIN, LatentAttention, keeps_narrow_gdn, widens_states
+from kvbm.engines.vllm.cpu import PLAIN, LatentAttention, keeps_narrow_gdn, latent_attention, widens_states
 from kvbm.engines.vllm.models import KINDS_OF_STATES
 from kvbm.engines.vllm.sizing_groups import CacheGroup, cache_groups
 from kvbm.engines.vllm.state_settings import (
@@ -188,9 +188,14 @@ def device(
     replicas = _replica_count(plan, model.config, tensor_parallel) if shares_equal_kv else 1
     if replicas > 1:
         notes += (f"{replicas} ranks have equal KV, of which G2 and G3 keep one copy",)
-    if plan.snapshot is not None:
+    snapshot, stored_blocks = plan.snapshot, 0
+    stored_longest: tuple[int, int] | None = None
+    if snapshot is not None:
         notes += tuple(_snapshot_notes(arguments, plan, length))
-    stateless = Device(
+        snapshot = replace(snapshot, state_bytes=snapshot.state_bytes * tensor_parallel)
+        stored_blocks = plan.stored_blocks(length) if length else 0
+        stored_longest = (longest, plan.stored_blocks(longest)) if longest else None
+    return Device(
         block_tokens=plan.block_tokens,
         rank_block_bytes=tuple(size for size in block_bytes for _ in range(tensor_parallel)),
         block_count=block_count,
@@ -202,16 +207,10 @@ def device(
         sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
         notes=notes,
         replica_count=replicas,
-        attention_backend=None if plan.latent is None else plan.latent.backend.value,
-    )
-    snapshot = plan.snapshot
-    if snapshot is None:
-        return stateless
-    return replace(
-        stateless,
-        snapshot=replace(snapshot, state_bytes=snapshot.state_bytes * tensor_parallel),
-        stored_sequence_blocks=plan.stored_blocks(length) if length else 0,
-        stored_longest=(longest, plan.stored_blocks(longest)) if longest else None,
+        attention_backend=None if plan.latent is None else plan.latent.backend,
+        snapshot=snapshot,
+        stored_sequence_blocks=stored_blocks,
+        stored_longest=stored_longest,
     )
 
 
@@ -255,7 +254,7 @@ def latent_on_cpu(model: Model, specs: Sequence[LayerSpec]) -> LatentAttention |
     kinds, setting = {spec.kind for spec in specs}, model.setting
     if LayerKind.LATENT not in kinds or setting.disables_latent or not setting.on_cpu:
         return None
-    return LatentAttention(model.arguments, setting.cpu)
+    return latent_attention(model.arguments, setting.cpu)
 
 
 def _ranks(model: Model) -> Ranks:
@@ -330,7 +329,7 @@ def _block_tokens(
     notes: list[str] = []
     if latent is not None:
         tokens = latent.block_tokens
-        notes.append(latent.note())
+        notes.append(latent.note)
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:

@@ -14,13 +14,15 @@ A block has as many bytes as the largest group has on that pipeline stage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
 
 from kvbm.sizing.families.facts import SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerKind, LayerSpec
 
+_Bucket = dict[int, list[LayerSpec]]  # layers of one type, by the bytes of their pages
 WIDEST_GROUP = 1.5  # if the most layers of a type are fewer than this times the fewest, groups have the most
 
 
@@ -120,74 +122,54 @@ def _split_evenly(specs: Sequence[LayerSpec]) -> list[CacheGroup]:
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Layers of one type. It repeats a pattern if it has the same number of layers of each page size."""
-
-    by_page: dict[int, list[LayerSpec]]
-
-    @classmethod
-    def of(cls, specs: Iterable[LayerSpec]) -> _Bucket:
-        by_page: dict[int, list[LayerSpec]] = defaultdict(list)
-        for spec in specs:
-            by_page[spec.page_bytes].append(spec)
-        return cls(dict(by_page))
-
-    @property
-    def specs(self) -> list[LayerSpec]:
-        return [spec for specs in self.by_page.values() for spec in specs]
-
-    @property
-    def repeats(self) -> int:
-        return max(map(len, self.by_page.values()))
-
-    @property
-    def is_pattern(self) -> bool:
-        return len({len(specs) for specs in self.by_page.values()}) == 1
-
-    def widest(self, group_count: int) -> int:
-        """Bytes of the largest of the groups that the bucket is split into."""
-        return sum(ceil(len(specs) / group_count) * page for page, specs in self.by_page.items())
-
-    def split(self, group_count: int) -> list[CacheGroup]:
-        if group_count == 1:
-            return [CacheGroup(tuple(self.specs))]
-        pattern = list(zip(*self.by_page.values(), strict=True))
-        return [
-            CacheGroup(tuple(spec for repeat in pattern[first::group_count] for spec in repeat))
-            for first in range(group_count)
-        ]
-
-
 def _packed(specs: Sequence[LayerSpec]) -> list[CacheGroup]:
-    by_type: dict[tuple[object, ...], list[LayerSpec]] = defaultdict(list)
+    by_type: dict[tuple[object, ...], _Bucket] = defaultdict(lambda: defaultdict(list))
     for spec in specs:
-        by_type[_type_of(spec)].append(spec)
-    buckets = [_Bucket.of(members) for members in by_type.values()]
-    mixed = [bucket.repeats for bucket in buckets if bucket.is_pattern and len(bucket.by_page) > 1]
+        by_type[_type_of(spec)][spec.page_bytes].append(spec)
+    buckets = list(by_type.values())
+    mixed = [_repeats(bucket) for bucket in buckets if _is_pattern(bucket) and len(bucket) > 1]
     per_group = None
     if mixed:
-        per_group = _least_padding([bucket.repeats for bucket in buckets if bucket.is_pattern], at_least=max(mixed))
+        per_group = _least_padding([_repeats(bucket) for bucket in buckets if _is_pattern(bucket)], max(mixed))
 
     def group_count(bucket: _Bucket) -> int:
-        return ceil(bucket.repeats / per_group) if per_group is not None and bucket.is_pattern else 1
+        return ceil(_repeats(bucket) / per_group) if per_group is not None and _is_pattern(bucket) else 1
 
     def can_shrink(bucket: _Bucket) -> bool:
-        kind = bucket.specs[0].kind
+        kind = _specs(bucket)[0].kind
         return kind is LayerKind.STATE or (kind is LayerKind.WINDOW and per_group is None)
 
-    anchor = max(bucket.widest(len(bucket.specs) if can_shrink(bucket) else group_count(bucket)) for bucket in buckets)
+    def widest(bucket: _Bucket) -> int:
+        """Bytes of the largest of the groups that a bucket is split into, of as many as possible if it can shrink."""
+        count = len(_specs(bucket)) if can_shrink(bucket) else group_count(bucket)
+        return sum(ceil(len(members) / count) * page for page, members in bucket.items())
+
+    anchor = max(map(widest, buckets))
     groups = []
     for bucket in buckets:
         count = group_count(bucket)
         if can_shrink(bucket):
-            fitting = max(anchor // bucket.specs[0].page_bytes, 1)
-            count = max(count, ceil(len(bucket.specs) / fitting))
-        groups += bucket.split(count)
+            fitting = max(anchor // next(iter(bucket)), 1)
+            count = max(count, ceil(len(_specs(bucket)) / fitting))
+        pattern = [_specs(bucket)] if count == 1 else list(zip(*bucket.values(), strict=True))
+        groups += [CacheGroup(tuple(chain(*pattern[first::count]))) for first in range(count)]
     return groups
 
 
-def _least_padding(counts: Sequence[int], *, at_least: int) -> int:
+def _specs(bucket: _Bucket) -> list[LayerSpec]:
+    return list(chain(*bucket.values()))
+
+
+def _repeats(bucket: _Bucket) -> int:
+    return max(map(len, bucket.values()))
+
+
+def _is_pattern(bucket: _Bucket) -> bool:
+    """Whether a bucket repeats a pattern: it has the same number of layers of each page size."""
+    return len(set(map(len, bucket.values()))) == 1
+
+
+def _least_padding(counts: Sequence[int], at_least: int) -> int:
     """Return the group size that pads the counts the least; the larger one of two."""
     sizes = range(at_least, max(counts) + 1)
     return min(sizes, key=lambda size: (sum(-count % size for count in counts), -size), default=at_least)

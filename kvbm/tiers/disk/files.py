@@ -11,12 +11,11 @@ import ctypes
 import errno
 import fcntl
 import os
-import secrets
 import shlex
 import stat
 import sys
+import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem, TierProblem, path_hint
@@ -33,12 +32,6 @@ ZERO_BYTES = 4 << 20
 ZERO_FLUSH_BYTES = 256 << 20
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
-STATX_DIOALIGN = 0x2000  # Linux 6.1
-AT_EMPTY_PATH = 0x1000
-STATX_BYTES = 256
-DIO_MEMORY_ALIGN_AT = 152
-DIO_OFFSET_ALIGN_AT = 156
-
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FREE_HINT = "free some, or use another `tiers.disk.directory`"
@@ -49,14 +42,6 @@ LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_
 
 class NoRoom(TierProblem):
     """The file system, a quota or a process limit does not allow that much space."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """Alignment that direct I/O requires: of memory addresses, and of file offsets and lengths."""
-
-    memory: int
-    offset: int
 
 
 def make_private_directory(path: Path) -> None:
@@ -163,12 +148,8 @@ class Arena:
     def open_unnamed(cls, directory: Path) -> Arena:
         """Create a file without a name, deleted when the last process closes it. Raises EnvironmentProblem."""
         try:
-            with suppress(OSError):  # not every file system supports O_TMPFILE
-                return cls(directory, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            path = directory / f".kvbm-{secrets.token_hex(8)}"
-            fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            os.unlink(path)
-            return cls(directory, fd)
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                return cls(directory, os.dup(file.fileno()))
         except OSError as error:
             raise problem(f"cannot create a file in {directory}", error) from error
 
@@ -196,10 +177,6 @@ class Arena:
             if error.errno in NO_ROOM:
                 what = f"no space for {self.path}, which requires {length} bytes ({length / 2**30:.2f} GiB)"
             raise problem(what, error) from error
-
-    def alignment(self) -> Alignment:
-        """Return the alignment of direct I/O; a page if the kernel does not report it."""
-        return dio_alignment(self.fd) or Alignment(PAGE_BYTES, PAGE_BYTES)
 
     def use_direct_io(self, allocator: str) -> None:
         """Bypass the page cache from here on, by a flag of the open file or by reopening it. Raises OSError."""
@@ -249,21 +226,6 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
         error = last_error()
         if error.errno != errno.EINTR:
             raise error
-
-
-def dio_alignment(fd: int) -> Alignment | None:
-    """Read STATX_DIOALIGN; None if the kernel or the file system does not report it."""
-    if not hasattr(LIBC, "statx"):
-        return None
-    found = ctypes.create_string_buffer(STATX_BYTES)
-    if LIBC.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, found) != 0:
-        return None
-
-    def word(at: int) -> int:
-        return int.from_bytes(found.raw[at : at + 4], sys.byteorder)
-
-    memory, offset = word(DIO_MEMORY_ALIGN_AT), word(DIO_OFFSET_ALIGN_AT)
-    return Alignment(memory, offset) if word(0) & STATX_DIOALIGN and memory and offset else None
 
 
 def _take_space(fd: int, start: int, end: int, *, zerofill: bool, progress: Progress | None) -> None:

@@ -66,28 +66,14 @@ class Health:
     def is_on(self) -> bool:
         return self.off_because is None
 
-    def count_read(self, blocks: int, misses: int) -> None:
+    def count(self, step: str, **increments: int) -> None:
+        """Note a step without an error, and increase these counters."""
         with self.lock:
-            self._errors_in_a_row["read"] = 0
-            self.counters.blocks_read += blocks - misses
-            self.counters.checksum_misses += misses
-        if misses:
+            self._errors_in_a_row[step] = 0
+            for name, increment in increments.items():
+                setattr(self.counters, name, getattr(self.counters, name) + increment)
+        if increments.get("checksum_misses"):
             logger.warning("blocks on disk have a wrong checksum: %d until now", self.counters.checksum_misses)
-
-    def count_write(self, blocks: int, bytes_each: int) -> None:
-        with self.lock:
-            self._errors_in_a_row["write"] = 0
-            self.counters.blocks_written += blocks
-            self.counters.bytes_written += blocks * bytes_each
-
-    def count_flush(self) -> None:
-        with self.lock:
-            self._errors_in_a_row["flush"] = 0
-            self.counters.flushes += 1
-
-    def count_commit(self) -> None:
-        with self.lock:
-            self._errors_in_a_row["index"] = 0
 
     def count_error(self, step: str, error: BaseException) -> None:
         with self.lock:

@@ -5,7 +5,9 @@ deleted before they change. Commits are not flushed individually, so a power cut
 insertion is a miss; a lost deletion is a checksum miss. `clear` is flushed. Of two rows with one hash, the later
 generation counts; a UNIQUE constraint on the hash would double the cost of a commit.
 
-A block can have a note (`notes.py`), which is inserted and deleted with its row.
+A block can have a note: bytes of its writer, which a restart returns with it. Their table exists only after the first
+note was inserted. A note counts only with the generation of its block's row and with its own checksum. So a damaged
+one, or one of an earlier block in the same slot, is lost. It costs no block.
 
 Checksums cover the payload and are seeded with the namespace and the block's hash (`checksum`). So a row with a damaged
 slot or hash does not match its bytes, nor do the files of another model: vLLM gives its blocks the same hashes. One
@@ -31,10 +33,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvbm.tiers.disk.files import open_private
-from kvbm.tiers.disk.notes import ROWS_PER_STATEMENT, SEED_BYTES, Note, NoteTable, delete_slots, signed
 
+ROWS_PER_STATEMENT = 256
 ROWS_PER_FETCH = 500  # fewer than the allocations that trigger the garbage collector
 BUSY_TIMEOUT_S = 5.0
+SEED_BYTES = 8
+MAX_NOTE_BYTES = 1 << 20
 LOG = "-wal"
 SIDE_FILES = (LOG, "-shm", "-journal")
 
@@ -63,10 +67,19 @@ CREATE TABLE IF NOT EXISTS blocks (
     written REAL NOT NULL
 )
 """
+NOTES_SCHEMA = """
+CREATE TABLE notes (
+    slot INTEGER PRIMARY KEY,
+    generation INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
+    note BLOB NOT NULL
+)
+"""
 
 
 class IndexRow(NamedTuple):
-    """One block. `checksum` is unsigned here, signed in SQLite; `written` is in seconds since 1970."""
+    """One block. `checksum` is unsigned here, signed in SQLite; `written` is in seconds since 1970. No bytes: no
+    note."""
 
     slot: int
     hash: bytes
@@ -75,6 +88,7 @@ class IndexRow(NamedTuple):
     checksum: int
     tenant: bytes
     written: float
+    note: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +146,7 @@ class BlockIndex:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._notes = NoteTable(connection)
+        self._has_notes = bool(connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'notes'").fetchall())
 
     @classmethod
     def open(cls, path: Path) -> BlockIndex:
@@ -210,30 +224,37 @@ class BlockIndex:
 
     def load_notes(self, found: Recovered) -> dict[int, bytes]:
         """Return the sound notes of these blocks by slot. A damaged table is deleted. Raises sqlite3.Error."""
-        if not self._notes.exists:
+        if not self._has_notes:
             return {}
         names = zip(found.generations.tolist(), found.hashes.tolist(), strict=True)
+        blocks = dict(zip(found.slots.tolist(), names, strict=True))
         try:
-            return self._notes.load(dict(zip(found.slots.tolist(), names, strict=True)))
+            rows = self._connection.execute("SELECT slot, generation, checksum, note FROM notes")
+            return {slot: note for slot, *rest, note in rows if _is_sound_note(note, rest, blocks.get(slot))}
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise
-            self._notes.drop()
+            self._connection.execute("DROP TABLE notes")
+            self._has_notes = False
             return {}
 
-    def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int], notes: Sequence[Note] = ()) -> bool:
+    def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int]) -> bool:
         """Insert rows and their notes, then delete slots, in one transaction. Return whether anything has changed.
 
         Raises sqlite3.Error; nothing has changed then.
         """
-        before, has_notes = self._connection.total_changes, self._notes.exists or bool(notes)
+        notes = [
+            (row.slot, row.generation, _note_checksum(row.hash, row.note), row.note) for row in inserted if row.note
+        ]
+        before, has_notes = self._connection.total_changes, self._has_notes or bool(notes)
         with _transaction(self._connection):
-            for start in range(0, len(inserted), ROWS_PER_STATEMENT):
-                self._insert(inserted[start : start + ROWS_PER_STATEMENT])
-            self._notes.insert(notes)
+            if has_notes and not self._has_notes:
+                self._connection.execute(NOTES_SCHEMA)
+            self._insert("blocks", [row._replace(checksum=_signed(row.checksum))[:-1] for row in inserted])
+            self._insert("notes", notes)
             for table in ("blocks", "notes") if has_notes else ("blocks",):
-                delete_slots(self._connection, table, deleted)
-        self._notes.exists = has_notes
+                self._delete(table, deleted)
+        self._has_notes = has_notes
         return self._connection.total_changes != before
 
     def delete(self, slots: Sequence[int]) -> None:
@@ -245,12 +266,10 @@ class BlockIndex:
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             with _transaction(self._connection):
-                if self._notes.exists:
-                    self._notes.clear(tenant)
-                if tenant is None:
-                    self._connection.execute("DELETE FROM blocks")  # without WHERE, SQLite does not visit each row
-                else:
-                    self._connection.execute("DELETE FROM blocks WHERE tenant = ?", [tenant])
+                values = [] if tenant is None else [tenant]  # without WHERE, SQLite does not visit each row
+                where = "WHERE slot IN (SELECT slot FROM blocks WHERE tenant = ?)" if values else ""
+                for table in ("notes", "blocks") if self._has_notes else ("blocks",):
+                    self._connection.execute(f"DELETE FROM {table} {where}", values)
                 # A commit without changes writes nothing, and would not flush the earlier commits.
                 self._connection.execute("PRAGMA user_version = 1")
         finally:
@@ -265,13 +284,18 @@ class BlockIndex:
         with suppress(sqlite3.Error):
             self._connection.close()
 
-    def _insert(self, rows: Sequence[IndexRow]) -> None:
-        """Insert all rows by one statement: each statement takes the GIL once."""
-        values: list[Any] = list(itertools.chain.from_iterable(rows))
-        checksums = slice(IndexRow._fields.index("checksum"), None, len(IndexRow._fields))
-        values[checksums] = map(signed, values[checksums])
-        places = ",".join(["(?,?,?,?,?,?,?)"] * len(rows))
-        self._connection.execute(f"INSERT OR REPLACE INTO blocks VALUES {places}", values)
+    def _insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Insert many rows by one statement: each statement takes the GIL once."""
+        for start in range(0, len(rows), ROWS_PER_STATEMENT):
+            some = rows[start : start + ROWS_PER_STATEMENT]
+            places = ",".join([f"({','.join('?' * len(some[0]))})"] * len(some))
+            values = list(itertools.chain.from_iterable(some))
+            self._connection.execute(f"INSERT OR REPLACE INTO {table} VALUES {places}", values)
+
+    def _delete(self, table: str, slots: Sequence[int]) -> None:
+        for start in range(0, len(slots), ROWS_PER_STATEMENT):
+            some = slots[start : start + ROWS_PER_STATEMENT]
+            self._connection.execute(f"DELETE FROM {table} WHERE slot IN ({','.join('?' * len(some))})", some)
 
 
 @contextmanager
@@ -322,6 +346,22 @@ def _are_sound(columns: Sequence[Sequence[object]], hashes: Sequence[Any], hash_
     if any(set(map(type, column)) != {int} for column in columns):
         return False
     return set(map(type, hashes)) == {bytes} and set(map(len, hashes)) == {hash_bytes}
+
+
+def _is_sound_note(note: object, found: Sequence[object], block: tuple[int, bytes] | None) -> bool:
+    """Return whether a note, with this generation and checksum, is whole and of this block (generation, hash)."""
+    if block is None or type(note) is not bytes or len(note) > MAX_NOTE_BYTES:
+        return False
+    return list(found) == [block[0], _note_checksum(block[1], note)]
+
+
+def _note_checksum(sequence_hash: bytes, note: bytes) -> int:
+    """Return xxh3-64 of a note, seeded with the first bytes of its block's hash, as SQLite's signed integer."""
+    return _signed(xxhash.xxh3_64_intdigest(note, int.from_bytes(sequence_hash[:SEED_BYTES], "little")))
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _slots_of(rows: Iterable[Sequence[Any]]) -> list[int]:

@@ -27,7 +27,6 @@ from kvbm.tiers.disk.index import IndexRow, is_damage
 from kvbm.tiers.disk.instance import Instance, prove_arena
 from kvbm.tiers.disk.io.threads import BlockIO
 from kvbm.tiers.disk.known_rates import write_rates
-from kvbm.tiers.disk.notes import Note
 from kvbm.tiers.disk.orders import Forget
 from kvbm.tiers.disk.transfers import TransferThreads, WriteTransfer
 from kvbm.tiers.rates import KnownRates
@@ -248,7 +247,7 @@ class IndexThread:
             for transfer in written:
                 transfer.fail(f"flush: {error}")
         else:
-            self._health.count_flush()
+            self._health.count("flush", flushes=1)
 
     def _sort(
         self, commands: Sequence[Command], written: Sequence[WriteTransfer]
@@ -274,27 +273,25 @@ class IndexThread:
                 self._finish(transfer, refusal)
         return [] if refusal is not None else started, forgotten, clears
 
-    def _rows(self, transfer: WriteTransfer) -> Iterator[tuple[IndexRow, bytes]]:
-        """Yield the row and the note of each block that is on disk."""
+    def _rows(self, transfer: WriteTransfer) -> Iterator[IndexRow]:
+        """Yield the row of each block that is on disk."""
         now, length = time.time(), self._instance.superblock.payload_bytes
         order = transfer.order
         notes = order.notes or [b""] * len(order.hashes)
-        columns = zip(order.disk_slots, order.hashes, transfer.checksums, order.tenants, strict=True)
-        for position, (slot, sequence_hash, checksum, tenant) in enumerate(columns):
+        columns = zip(order.disk_slots, order.hashes, transfer.checksums, order.tenants, notes, strict=True)
+        for position, (slot, sequence_hash, checksum, tenant, note) in enumerate(columns):
             if transfer.is_good[position] and position not in transfer.dropped:
-                row = IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
-                yield row, notes[position]
+                yield IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now, note)
 
-    def _commit(self, rows: Sequence[tuple[IndexRow, bytes]], slots: set[int]) -> str | None:
+    def _commit(self, rows: Sequence[IndexRow], slots: set[int]) -> str | None:
         """Commit; return an error, after which nothing has changed. A damaged index is replaced first."""
         for _ in range(2):
             index = self._instance.index
             if index is None or not (rows or slots):
                 return None
             try:
-                notes = [Note(row.slot, row.generation, row.hash, note) for row, note in rows if note]
-                if index.change([row for row, _ in rows], sorted(slots), notes):
-                    self._health.count_commit()
+                if index.change(rows, sorted(slots)):
+                    self._health.count("index")
                 return None
             except sqlite3.Error as error:
                 why = f"index: {error}"

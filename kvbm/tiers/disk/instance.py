@@ -298,8 +298,8 @@ class Instance:
 def _described(arena: Arena, wanted: _NewInstance, former: Superblock | None = None) -> Superblock:
     """Return the superblock of an arena. With `fit`, `former` is what the arena was before, and a new one takes no more
     than is free, with `reclaim` after removing as many unused caches as it needs."""
-    settings, unit = wanted.settings, max(PAGE_BYTES, arena.alignment().offset)
-    slot_bytes = -(-wanted.payload_bytes // unit) * unit
+    settings = wanted.settings
+    slot_bytes = -(-wanted.payload_bytes // PAGE_BYTES) * PAGE_BYTES  # as direct I/O requires
     slot_count, capacity_bytes = settings.block_count, settings.capacity_bytes or 0
     if settings.fit and former is not None:
         capacity_bytes = former.slot_count * former.slot_bytes

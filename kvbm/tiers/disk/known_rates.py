@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.text.reading import parse_json
 from kvbm.tiers.disk.files import open_private
 from kvbm.tiers.rates import KnownRates
 
@@ -31,10 +32,10 @@ def read_rates(path: Path) -> KnownRates | None:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
-        return _parse(json.loads(content))
+        return _parse(parse_json(content))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError, EnvironmentProblem) as error:
+    except (OSError, ValueError, EnvironmentProblem) as error:
         log.info("kvbm: ignoring %s: %s", path, error)
         return None
 

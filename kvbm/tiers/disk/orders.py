@@ -13,9 +13,7 @@ ticket.
 
 from __future__ import annotations
 
-import struct
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +22,6 @@ from kvbm.tiers.disk.health import DiskStorageCounters
 from kvbm.tiers.disk.settings import DiskSettings, Namespace
 from kvbm.tiers.rates import KnownRates
 from kvbm.types import SegmentInfo
-
-SLOT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,43 +80,20 @@ class DiskResult:
 class FoundBlocks(NamedTuple):
     """Blocks that an instance held when it was opened, oldest first.
 
-    `slots` and `written` hold int64 values, `hashes` all hashes concatenated. `is_last` marks the final batch. `notes`
-    and `tenants` have one entry per block, empty without one, or none at all. `written`: in seconds since 1970, or
-    nothing at all.
+    `is_last` marks the final batch. `notes` and `tenants` have one entry per block, empty without one, or none at all.
+    `written`: in seconds since 1970, or nothing at all.
     """
 
-    slots: bytes
-    hashes: bytes
+    slots: list[int]
+    hashes: list[bytes]
     is_last: bool
     notes: tuple[bytes, ...] = ()
-    written: bytes = b""
+    written: Sequence[int] = ()
     tenants: tuple[bytes, ...] = ()
-
-    def parts(self, block_count: int) -> Iterator[FoundBlocks]:
-        """Split into batches of at most `block_count` blocks."""
-        count = len(self.slots) // SLOT_BYTES
-        width = len(self.hashes) // max(1, count)
-        for start in range(0, max(1, count), block_count):
-            end = start + block_count
-            yield FoundBlocks(
-                self.slots[start * SLOT_BYTES : end * SLOT_BYTES],
-                self.hashes[start * width : end * width],
-                self.is_last and end >= count,
-                self.notes[start:end],
-                self.written[start * SLOT_BYTES : end * SLOT_BYTES],
-                self.tenants[start:end],
-            )
 
     def ages_s(self, now_s: float) -> list[int]:
         """Return how many seconds ago each block was written; 0 if that is not known. `now_s`: since 1970."""
-        return [int(now_s) - one for one in array("q", self.written)] or [0] * (len(self.slots) // SLOT_BYTES)
-
-    def lists(self) -> tuple[list[int], list[bytes]]:
-        """(slots, hashes)."""
-        slots = array("q", self.slots).tolist()
-        if not slots:
-            return [], []
-        return slots, [name for (name,) in struct.iter_unpack(f"{len(self.hashes) // len(slots)}s", self.hashes)]
+        return [int(now_s) - one for one in self.written] or [0] * len(self.slots)
 
 
 REMOVED = 3  # exit code when the files were deleted: no block that the process writes could be found again
@@ -141,7 +114,7 @@ class Open(NamedTuple):
 
 
 class Recover(NamedTuple):
-    """Request the next batch of blocks found at opening; the answer is a FoundBlocks."""
+    """Request some batches of blocks found at opening; the answer is a FoundBlocks for each, up to the last one."""
 
 
 class Clear(NamedTuple):

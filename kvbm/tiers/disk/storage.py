@@ -13,11 +13,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.errors import EnvironmentProblem, InvariantError
+from kvbm.errors import InvariantError
 from kvbm.tiers.disk.directory import ARENA
 from kvbm.tiers.disk.health import Health, HealthLimits
 from kvbm.tiers.disk.index_thread import IndexThread, PendingClear, SlotsCarry
@@ -29,7 +30,7 @@ from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.tiers.disk.transfers import Geometry, Transfer, TransferThreads, WriteTransfer
 from kvbm.tiers.rates import KnownRates
 
-FOUND_BATCH_BLOCKS = 16_384
+FOUND_BATCH_BLOCKS = 1024  # few enough for a step of an engine
 NOTHING = np.empty(0, np.int64), np.empty(0, np.void), np.empty(0, np.int64)  # slots, hashes, times of writing
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class DiskStorage:
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
         self.on_result: Callable[[], None] = lambda: None  # any thread calls it after a result or a durable clear
-        self._found = NOTHING  # not yet returned by `recovered`
+        self._found: tuple[NDArray[Any], ...] = NOTHING  # not yet returned by `recovered`
         self._tenants: dict[int, bytes] = {}  # of these blocks, by slot
         last_generation = self._recover()
         self._index_thread = IndexThread(
@@ -102,7 +103,6 @@ class DiskStorage:
             settings, namespace, payload_bytes=payload_bytes, hash_bytes=hash_bytes, progress=progress, only=instance
         )
         try:
-            _require_aligned(opened, shards)
             io = _open_io(settings, opened, shards)
             return cls(opened, io, shards, threads=settings.threads, slots_carry=slots_carry)
         except BaseException:
@@ -120,17 +120,14 @@ class DiskStorage:
 
     def recovered(self) -> FoundBlocks:
         """Return the next batch of blocks found at opening, oldest first, each block once."""
-        slots, hashes, written = self._found
-        some, rest = slice(FOUND_BATCH_BLOCKS), slice(FOUND_BATCH_BLOCKS, None)
-        is_last = len(slots) <= FOUND_BATCH_BLOCKS
-        self._found = NOTHING if is_last else (slots[rest], hashes[rest], written[rest])
+        slots, hashes, written = (column[:FOUND_BATCH_BLOCKS].tolist() for column in self._found)
+        is_last = len(self._found[0]) <= FOUND_BATCH_BLOCKS
+        self._found = NOTHING if is_last else tuple(column[FOUND_BATCH_BLOCKS:] for column in self._found)
         notes, tenants = (
-            tuple(known.pop(slot, b"") for slot in slots[some].tolist()) if known else ()
+            tuple(known.pop(slot, b"") for slot in slots) if known else ()
             for known in (self._instance.notes, self._tenants)
         )
-        return FoundBlocks(
-            slots[some].tobytes(), hashes[some].tobytes(), is_last, notes, written[some].tobytes(), tenants
-        )
+        return FoundBlocks(slots, hashes, is_last, notes, written, tenants)
 
     def submit(self, order: Read | Write) -> None:
         """Start an order; if the disk is off, it fails at once. Raises InvariantError for invalid slots."""
@@ -174,7 +171,6 @@ class DiskStorage:
 
     def poll(self) -> list[DiskResult]:
         """Return the tickets that have ended since the last call."""
-        self._threads.replace_dead_threads()
         self._check_for_stall()
         results = []
         while self._finished:
@@ -259,19 +255,6 @@ class DiskStorage:
 def _require_below(slot_count: int, kind: str, slots: Sequence[int]) -> None:
     if slots and not 0 <= min(slots) <= max(slots) < slot_count:
         raise InvariantError(f"{kind} slots {min(slots)}..{max(slots)} of {slot_count}")
-
-
-def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> None:
-    if not instance.arena.is_direct:
-        return
-    needed = instance.arena.alignment()
-    for rank, shard in enumerate(shards):
-        if shard.shape[1] % needed.offset or shard.ctypes.data % needed.memory or shard.strides[0] % needed.memory:
-            raise EnvironmentProblem(
-                f"{instance.arena.path} requires direct I/O in units of {needed.offset} bytes, but a block of "
-                f"rank {rank} has {shard.shape[1]} bytes",
-                hint="set `tiers.disk.o_direct: false`",
-            )
 
 
 def _result_of(transfer: Transfer) -> DiskResult:

@@ -20,11 +20,11 @@ from pathlib import Path
 import xxhash
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.text.reading import parse_json
 from kvbm.tiers.disk.files import open_private, problem, sync_directory
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
-MAX_LEVELS = 16  # of nesting in `facts`
 MAX_COUNT = 1 << 62
 NAMESPACE = re.compile(r"([0-9a-f]{2}){1,64}")
 FIRST_LINE = re.compile(r"(kvbm disk cache format (\d{1,9})) ([0-9a-f]{16})")
@@ -66,8 +66,8 @@ class Superblock:
         if len(lines) != 4 or lines[1] != _check(lines[2]):
             return None
         try:
-            found = json.loads(lines[2])
-        except (ValueError, RecursionError):
+            found = parse_json(lines[2])
+        except ValueError:
             return None
         return cls(**found) if _has_its_fields(found) else None
 
@@ -109,18 +109,10 @@ def _has_its_fields(found: object) -> bool:
         isinstance(found["namespace"], str)
         and NAMESPACE.fullmatch(found["namespace"]) is not None
         and isinstance(found["facts"], dict)
-        and _is_shallow(found["facts"], MAX_LEVELS)
         and all(type(count) is int and 0 < count <= MAX_COUNT for count in counts)
         and isinstance(found["created"], float)
         and 0 <= found["created"] <= MAX_COUNT  # also False for NaN
     )
-
-
-def _is_shallow(value: object, levels: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return True
-    inside = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inside)
 
 
 def _check(text: str) -> str:

@@ -227,12 +227,7 @@ class DiskTier(OwnedTier, HostListener):
         }
 
     def wear(self) -> dict[str, float]:
-        wear = self.disk.process.wear()
-        found = {
-            "kvbm_disk_write_amplification": wear.write_amplification,
-            "kvbm_disk_drive_writes_per_day": wear.drive_writes_per_day,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        return self.disk.process.wear()
 
     def reset(self, *, ends_persistence: bool) -> None:
         self._drop_all()
@@ -333,8 +328,8 @@ class DiskTier(OwnedTier, HostListener):
             found = self.disk.recovered(waits=waits)
             if found is None:
                 return
-            slots, hashes = found.lists()
-            self.store.restore(slots, hashes, found.notes, is_last=found.is_last)
+            slots = found.slots
+            self.store.restore(slots, found.hashes, found.notes, is_last=found.is_last)
             self.labels.begin_at(slots, found.ages_s(time.time()))
             self.labels.own_each(slots, found.tenants or [b""] * len(slots))
             self._is_filled = found.is_last
@@ -446,7 +441,7 @@ class DiskTier(OwnedTier, HostListener):
         written, failed = write.target.split(is_good)
         failed.release()
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
-        with written.stage(good).register(bytes(compress(write.marks, is_good))) as blocks:
+        with written.register(good, bytes(compress(write.marks, is_good))) as blocks:
             self.labels.begin(blocks.slots)
         self._counters.disk.offload_blocks += len(good)
         self._counters.disk.only_blocks += len(good) * self._settings.is_buffer

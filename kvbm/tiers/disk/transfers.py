@@ -121,7 +121,7 @@ class TransferThreads:
         self._changed = threading.Condition()
         self._reads: deque[Piece] = deque()
         self._writes: deque[Piece] = deque()
-        self._running: dict[threading.Thread, tuple[Piece, float]] = {}
+        self._running: dict[int, float] = {}
         self._open_reads = 0
         self._moved_s = 0.0
         self._read_count = 0  # pieces that were read without an error
@@ -159,27 +159,12 @@ class TransferThreads:
     def busy_since(self) -> float | None:
         """Return the start time of the oldest running piece."""
         with self._changed:
-            return min((since for _, since in self._running.values()), default=None)
+            return min(self._running.values(), default=None)
 
     def reads_stuck_since(self) -> float | None:
         """Return since when no piece of a read has ended; None if there is none to wait for."""
         with self._changed:
             return self._moved_s if self._open_reads else None
-
-    def replace_dead_threads(self) -> None:
-        """Restart threads that died of an asynchronous exception or of lack of memory."""
-        if self._is_closed or all(thread.is_alive() for thread in self._threads):
-            return
-        for index, thread in enumerate(self._threads):
-            if not thread.is_alive():
-                with self._changed:
-                    piece, _ = self._running.pop(thread, (None, 0.0))
-                if piece is not None:
-                    self._end(piece, f"thread {thread.name} died")
-                try:
-                    self._threads[index] = self._start_thread()
-                except RuntimeError:  # no thread available; the next call tries again
-                    return
 
     def close(self) -> None:
         """Fail what has not started; each thread ends after its current piece."""
@@ -203,13 +188,19 @@ class TransferThreads:
         return [(transfer, order[start : start + size]) for start in range(0, count, size)]
 
     def _start_thread(self) -> threading.Thread:
-        thread = threading.Thread(target=self._work, name="kvbm-disk", daemon=True)
+        thread = threading.Thread(target=self._live, name="kvbm-disk", daemon=True)
         start(thread)
         return thread
 
-    def _work(self) -> None:
+    def _live(self) -> None:
         os.sched_setaffinity(0, self._cores)  # applies to this thread only
-        me = threading.current_thread()
+        try:
+            self._work()
+        except BaseException as error:  # its piece never ends
+            self._health.lose_io(f"a thread died: {error!r}")
+
+    def _work(self) -> None:
+        me = threading.get_ident()
         while (piece := self._take(me)) is not None:
             why = None
             is_write = isinstance(piece[0], WriteTransfer)
@@ -243,14 +234,14 @@ class TransferThreads:
         self._changed.notify(len(positions))
         return True
 
-    def _take(self, me: threading.Thread) -> Piece | None:
+    def _take(self, me: int) -> Piece | None:
         with self._changed:
             while not (self._reads or self._writes or self._is_closed):
                 self._changed.wait()
             if not (self._reads or self._writes):
                 return None
             piece = (self._reads or self._writes).popleft()
-            self._running[me] = piece, time.monotonic()
+            self._running[me] = time.monotonic()
             return piece
 
     def _end(self, piece: Piece, why: str | None, *, has_run: bool = True) -> None:
@@ -284,7 +275,7 @@ class TransferThreads:
             if self._unreadable:
                 for position in positions:
                     self._unreadable.pop(transfer.order.disk_slots[position], None)
-        self._health.count_read(len(positions), misses)
+        self._health.count("read", blocks_read=len(positions) - misses, checksum_misses=misses)
 
     def _is_intact(self, transfer: Transfer, position: int) -> bool:
         """Read a block again, into other memory: its host slot may be lost, because its rank has ended."""
@@ -316,4 +307,5 @@ class TransferThreads:
         self._io.write(self._geometry.runs(transfer, positions))
         for position in positions:
             transfer.is_good[position] = 1
-        self._health.count_write(len(positions), self._geometry.payload_bytes)
+        count = len(positions)
+        self._health.count("write", blocks_written=count, bytes_written=count * self._geometry.payload_bytes)

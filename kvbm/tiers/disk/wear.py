@@ -2,7 +2,7 @@
 
 Linux counts per block device, so writes by other programs to the same device are included. The amplification is
 therefore an upper bound, and exact if the cache has the device to itself. Writes added by the drive's firmware are not
-visible. All values are None where the file system has no block device (tmpfs, overlay, network).
+visible. Nothing is known where the file system has no block device (tmpfs, overlay, network).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.host.mounts import TABLE, mount_of
@@ -24,14 +23,7 @@ WINDOW_S = 3600.0
 SAMPLE_INTERVAL_S = 60.0
 LEAST_BYTES = 64 << 20  # with less, the journal and the index of a start outweigh the blocks
 SYSFS = Path("/sys/dev/block")
-
-
-@dataclass(frozen=True, slots=True)
-class Wear:
-    """`write_amplification` since creation of the meter; `drive_writes_per_day` from kvbm's last hour of writes."""
-
-    write_amplification: float | None
-    drive_writes_per_day: float | None
+AMPLIFICATION, WRITES_PER_DAY = "kvbm_disk_write_amplification", "kvbm_disk_drive_writes_per_day"
 
 
 class WearMeter:
@@ -55,13 +47,16 @@ class WearMeter:
         self._samples_lock = threading.Lock()
         self._samples = deque([(clock(), 0)])
 
-    def measure(self, bytes_written: int) -> Wear:
-        """`bytes_written`: written by kvbm since the meter was created."""
+    def measure(self, bytes_written: int) -> dict[str, float]:
+        """Return the known metrics by name: the amplification since the meter was created, in which time kvbm wrote
+        `bytes_written`, and the writes per day from its last hour of writes."""
         before, now = self._device_bytes_before, self._device_bytes()
-        amplification = None
+        known = {}
         if before is not None and now is not None and bytes_written >= LEAST_BYTES:
-            amplification = (now - before) / bytes_written
-        return Wear(amplification, self._drive_writes_per_day(bytes_written))
+            known[AMPLIFICATION] = (now - before) / bytes_written
+        if (per_day := self._drive_writes_per_day(bytes_written)) is not None:
+            known[WRITES_PER_DAY] = per_day
+        return known
 
     def _drive_writes_per_day(self, bytes_written: int) -> float | None:
         samples = self._samples

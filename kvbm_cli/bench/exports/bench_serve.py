@@ -153,15 +153,11 @@ def _most_tokens_per_s(records: list[RequestRecord]) -> float:
 
 def _most_in_flight(records: list[RequestRecord]) -> int:
     """Most requests of which a part falls into the same second, which is what vLLM calls concurrent."""
+    import numpy as np
+
     origin_ms = min(launch_ms(record) for record in records)
-    changes: dict[int, int] = {}
-    for record in records:
-        start_s = (launch_ms(record) - origin_ms) / 1e3
-        changes[int(start_s)] = changes.get(int(start_s), 0) + 1
-        after = int(start_s + latency_s(record)) + 1
-        changes[after] = changes.get(after, 0) - 1
-    most = current = 0
-    for second in sorted(changes):
-        current += changes[second]
-        most = max(most, current)
-    return most
+    starts_s = np.array([(launch_ms(record) - origin_ms) / 1e3 for record in records])
+    ends_s = starts_s + [latency_s(record) for record in records]
+    begun, ended = starts_s.astype(int), ends_s.astype(int) + 1
+    changes = np.bincount(begun, minlength=ended.max() + 1) - np.bincount(ended)
+    return int(changes.cumsum().max())

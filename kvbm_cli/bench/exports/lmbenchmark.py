@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from kvbm_cli.bench.result.arm_result import ArmResult, launch_ms
-from kvbm_cli.bench.result.results import Measurement, RequestRecord
+from kvbm_cli.bench.result.results import Measurement, RequestRecord, percentile
 
 MULTI_ROUND_COLUMNS = (
     *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),
@@ -63,15 +63,9 @@ def _row(result: ArmResult, record: RequestRecord, question: int) -> tuple[Any, 
         record.phase,
         None if record.intended_ms is None else result.unix_s(record, record.intended_ms),
         *(getattr(record, name) for name in TIER_COLUMNS),
-        _seconds(_median(record.token_gaps_ms)),
+        _seconds(percentile(record.token_gaps_ms, 50) if record.token_gaps_ms else None),
         _seconds(record.tpot_ms),
     )
-
-
-def _median(values: list[float]) -> float | None:
-    import numpy as np
-
-    return float(np.median(values)) if values else None
 
 
 def _seconds(value_ms: float | None) -> float | None:

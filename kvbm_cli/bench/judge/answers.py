@@ -69,13 +69,16 @@ class ArmAnswers:
 
 def answers_of(results: Results, cell: CellResult) -> dict[str, ArmAnswers]:
     """Every arm of the cell that ran."""
-    source, controls = _source(results, cell), _controls(results, cell)
+    recorded = _recorded(cell)
+    controls = _controls(results, cell, recorded)
+    source = None if recorded is not None else _first_without_kvbm(results, cell)
+    by_pair = {run.pair: answers_in(run) for run in cell.of_arm(source)} if source else {}
+    usual = recorded if recorded is not None else next(iter(by_pair.values()), {})
     found = {}
     for arm in cell.arms:
-        difference = pooled(compare_answers(source.of(run), answers_in(run)) for run in cell.of_arm(arm))
-        judgement = None
-        if arm in judged_arms(results):
-            judgement = judge_outputs(difference, controls, transfers_of(cell.of_arm(arm)))
+        runs = cell.of_arm(arm)
+        difference = pooled(compare_answers(by_pair.get(run.pair) or usual, answers_in(run)) for run in runs)
+        judgement = judge_outputs(difference, controls, transfers_of(runs)) if arm in judged_arms(results) else None
         found[arm] = ArmAnswers(difference, judgement)
     return found
 
@@ -89,11 +92,8 @@ def judged_arms(results: Results) -> list[str]:
 
 def _references_with_the_engine(results: Results) -> list[str]:
     """Return references that the measured arm's profile does not tell apart by the engine; servers are among them."""
-    return [name for name in results.plan["references"] if not _has_other_engine(results, name)]
-
-
-def _has_other_engine(results: Results, name: str) -> bool:
-    return any(key.startswith("engine.") for key in results.arms[name]["differences"])
+    differences = {name: results.arms[name]["differences"] for name in results.plan["references"]}
+    return [name for name, keys in differences.items() if not any(key.startswith("engine.") for key in keys)]
 
 
 def transfers_of(runs: Sequence[Measurement]) -> Transfers:
@@ -104,41 +104,16 @@ def transfers_of(runs: Sequence[Measurement]) -> Transfers:
     return Transfers(
         loaded_tokens=max(sum(one.get(tier) or 0 for one in of for tier in LOADED) for of in (by_usage, by_metrics)),
         onboarded_blocks=round(sum(one.get(name) or 0 for one in counters for name in ONBOARDED_BLOCKS)),
-        are_reported=has_counters(runs),
+        are_reported=any((*by_metrics, *counters, *("g2" in tokens for tokens in by_usage))),
     )
 
 
-def has_counters(runs: Sequence[Measurement]) -> bool:
-    """Whether `transfers_of` could have found any: the engine reports where prompt tokens came from."""
-    return any(run.server.get("prompt_tokens") or run.server.get("kvbm_counters") for run in runs) or any(
-        record.g2_tokens is not None for run in runs for record in run.records
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _AnswerSource:
-    """Answers of the recording, or of the runs of one arm by pair."""
-
-    recorded: Answers | None
-    by_pair: Mapping[int, Answers]
-
-    def of(self, run: Measurement) -> Answers:
-        """For a run of the source itself, there is nothing to compare with."""
-        if self.recorded is not None:
-            return self.recorded
-        return self.by_pair.get(run.pair) or (next(iter(self.by_pair.values()), {}) if self.by_pair else {})
-
-
-def _source(results: Results, cell: CellResult) -> _AnswerSource:
-    if all(request.answer for request in cell.plan.requests):
-        recorded: dict[Key, Answer] = {
-            (one.session, one.turn): Answer(one.answer.token_ids or None, one.answer.logprobs, one.answer.text or None)
-            for one in cell.plan.requests
-            if one.answer is not None
-        }
-        return _AnswerSource(recorded, {})
-    arm = _first_without_kvbm(results, cell)
-    return _AnswerSource(None, {run.pair: answers_in(run) for run in cell.of_arm(arm)} if arm else {})
+def _recorded(cell: CellResult) -> Answers | None:
+    """Return the answers of the recording; `None` unless every request has one."""
+    if not all(one.answer for one in cell.plan.requests):
+        return None
+    recorded = {(one.session, one.turn): one.answer for one in cell.plan.requests if one.answer}
+    return {key: Answer(one.token_ids or None, one.logprobs, one.text or None) for key, one in recorded.items()}
 
 
 def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:
@@ -153,19 +128,17 @@ def _control_arms(results: Results) -> list[str]:
     return [*baselines, *([floor] if floor else [])]
 
 
-def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]:
+def _controls(results: Results, cell: CellResult, recorded: Answers | None) -> dict[str, OutputDifference]:
     """Comparisons of runs without kvbm: with the recording, or with each other.
 
     Without such runs, as between two servers by URL, the first reference shows how often an engine repeats its answers.
     """
     runs = [run for name in _control_arms(results) for run in cell.of_arm(name)]
-    source = _source(results, cell)
     is_of_servers = results.arms[results.plan["measured"]]["kind"] == "url"
-    others = _references_with_the_engine(results) if source.recorded is None or is_of_servers else []
+    others = _references_with_the_engine(results) if recorded is None or is_of_servers else []
     if not runs and others:
         runs = list(cell.of_arm(others[0]))
-    if source.recorded is not None:
-        recorded = source.recorded
+    if recorded is not None:
         return {
             f"{arm} against the recording": pooled(
                 compare_answers(recorded, answers_in(run)) for run in runs if run.arm == arm

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
-from kvbm_cli.bench.judge.answers import ArmAnswers, has_counters, transfers_of, warm_start
+from kvbm_cli.bench.judge.answers import ArmAnswers, transfers_of, warm_start
 from kvbm_cli.bench.judge.correctness import OutputVerdict
 from kvbm_cli.bench.judge.estimates import (
-    NoModel,
     PercentileComparison,
-    PromptTime,
     ShareOfGain,
     TtftModel,
     compare_percentiles,
@@ -25,6 +24,7 @@ from kvbm_cli.bench.result.results import ALL, CellResult, Measurement, Results
 from kvbm_cli.bench.workload.script import Phase
 
 Samples = dict[int, dict[int, list[float]]]
+Pairs = dict[int, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Compared:
     percentiles: dict[int, PercentileComparison | None]
     noise: Noise | None
     share: ShareOfGain | None
-    ttft_model: TtftModel | NoModel
+    ttft_model: TtftModel | str
     answers: dict[str, ArmAnswers]
     has_loads: bool | None
 
@@ -58,12 +58,11 @@ class Compared:
         return reference / measured if measured and reference is not None else None
 
     def headline(self) -> dict[str, Any]:
+        names = ("ttft_speedup", "ttft_speedup_paired", "outputs_equal", "share_of_possible_gain")
+        data = self.to_json()
         return {
             "compared": {"measured": self.measured, "reference": self.reference},
-            "ttft_speedup": self.ttft_speedup,
-            "ttft_speedup_paired": ratio_data(self.ratio),
-            "outputs_equal": self.outputs_equal,
-            "share_of_possible_gain": self._share(),
+            **{name: data[name] for name in names},
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -78,15 +77,12 @@ class Compared:
             "ttft_speedup_paired": ratio_data(self.ratio),
             "ttft_percentiles": {f"p{percent}": one and one.to_json() for percent, one in self.percentiles.items()},
             "noise": self.noise and asdict(self.noise),
-            "share_of_possible_gain": self._share(),
-            "ttft_model": self.ttft_model.to_json(),
+            "share_of_possible_gain": self.share.to_json() if self.share and self.judgement.verdict.is_usable else None,
+            "ttft_model": {"reason": model} if isinstance(model := self.ttft_model, str) else model.to_json(),
             "outputs_equal": self.outputs_equal,
             "outputs": self.answers[self.measured].to_json(),
             "has_loads": self.has_loads,
         }
-
-    def _share(self) -> dict[str, Any] | None:
-        return self.share.to_json() if self.share is not None and self.judgement.verdict.is_usable else None
 
 
 def compare(
@@ -118,12 +114,12 @@ def compare(
         measured_ttft_ms=measured_ms,
         ratio=ratio,
         has_loads=has_loads if is_without_kvbm else None,
-        clients=[client_of(run) for run in (*one, *other)],
+        clients=[_client_of(run) for run in (*one, *other)],
         warm_starts=[found for run in (*one, *other) if (found := warm_start(run, cell.plan))],
-        utilisation=_utilisation(one),
+        utilisation=max((busy for run in one if (busy := utilisation_of(run)) is not None), default=None),
         queue_share=queue_share_of(one),
         is_closed_loop=cell.plan.is_closed_loop,
-        is_trace=cell.definition["workload"]["kind"] == "trace",
+        is_trace=cell.kind == "trace",
         what=_what(cell),
     )
     return Compared(
@@ -134,9 +130,9 @@ def compare(
         ratio=ratio,
         medians_ms=(measured_ms, reference_ms),
         percentiles=compare_percentiles(samples[reference], samples[measured], run_deviation=deviation),
-        noise=noise_of(_times(cell, one), reference) if cell.are_pairs_equal else None,
+        noise=_noise(cell, one, reference) if cell.are_pairs_equal else None,
         share=share,
-        ttft_model=fit_ttft([time for run in (*one, *other) for time in _prompt_times(run)]),
+        ttft_model=fit_ttft(record for run in (*one, *other) for record in run.records),
         answers=answers,
         has_loads=has_loads,
     )
@@ -145,36 +141,45 @@ def compare(
 def _has_loads(runs: Sequence[Measurement], *, is_known: bool) -> bool | None:
     """Return whether blocks were loaded. A server elsewhere may be faster for any reason; without `is_known`, no load
     is not a finding."""
-    if transfers_of(runs).are_proven:
-        return True
-    return False if is_known and has_counters(runs) else None
+    transfers = transfers_of(runs)
+    return True if transfers.are_proven else False if is_known and transfers.are_reported else None
 
 
-def is_cell_tight(cell: CellResult, *, measured: str, reference: str) -> bool:
-    """Whether the ratio of the runs so far is precise enough."""
+def is_cell_tight(cell: CellResult, *, measured: str, references: Sequence[str]) -> bool:
+    """Whether the ratio of the runs so far to the first reference is precise enough."""
+    reference = references[0] if references else measured
     return is_tight(paired_ratio(pairs_of(cell, cell.of_arm(reference), cell.of_arm(measured))))
 
 
-def pairs_of(
-    cell: CellResult, reference: Sequence[Measurement], measured: Sequence[Measurement]
-) -> dict[int, dict[int, list[tuple[float, float]]]]:
+def pairs_of(cell: CellResult, reference: Sequence[Measurement], measured: Sequence[Measurement]) -> dict[int, Pairs]:
     """Return the times to first token in both arms, by pair and session, of every primary request that both answered.
 
     If pairs got other prompts, their sessions have other numbers.
     """
     step = 0 if cell.are_pairs_equal else 1 + max((one.session for run in reference for one in run.records), default=0)
-    others = {run.pair: {one.key: one.ttft_ms for one in cell.primary_records(run)} for run in measured}
-    pairs: dict[int, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for run in reference:
-        for record in cell.primary_records(run):
-            other_ms = others.get(run.pair, {}).get(record.key)
-            if record.ttft_ms and other_ms:
-                pairs[run.pair][record.session + step * run.pair].append((record.ttft_ms, other_ms))
-    return pairs
+    others = {run.pair: run for run in measured}
+    return {
+        run.pair: _pairs(cell, run, others[run.pair], sessions_from=step * run.pair)
+        for run in reference
+        if run.pair in others
+    }
 
 
-def _times(cell: CellResult, runs: Sequence[Measurement]) -> dict[int, dict[tuple[int, int], float]]:
-    return {run.pair: {one.key: one.ttft_ms for one in cell.primary_records(run) if one.ttft_ms} for run in runs}
+def _pairs(cell: CellResult, first: Measurement, second: Measurement, *, sessions_from: int = 0) -> Pairs:
+    """Return the times to first token of two runs by session."""
+    others = {one.key: one.ttft_ms for one in cell.primary_records(second)}
+    found: Pairs = defaultdict(list)
+    for one in cell.primary_records(first):
+        other_ms = others.get(one.key)
+        if one.ttft_ms and other_ms:
+            found[sessions_from + one.session].append((one.ttft_ms, other_ms))
+    return found
+
+
+def _noise(cell: CellResult, runs: Sequence[Measurement], arm: str) -> Noise | None:
+    """Compare the repeated runs of one arm with each other; `None` if two runs have no request in common."""
+    repeated = combinations(sorted(runs, key=lambda run: run.pair), 2)
+    return noise_of({(one.pair, other.pair): _pairs(cell, one, other) for one, other in repeated}, arm)
 
 
 def _samples(cell: CellResult, runs: Sequence[Measurement]) -> Samples:
@@ -186,33 +191,10 @@ def _samples(cell: CellResult, runs: Sequence[Measurement]) -> Samples:
     return samples
 
 
-def _prompt_times(run: Measurement) -> list[PromptTime]:
-    """Return requests whose tokens are known by tier."""
-    return [
-        PromptTime(
-            record.ttft_from_launch_ms,
-            record.computed_tokens,
-            record.g2_tokens,
-            record.g3_tokens or 0,
-            record.g4_tokens or 0,
-        )
-        for record in run.records
-        if record.is_ok
-        and record.ttft_from_launch_ms is not None
-        and record.computed_tokens is not None
-        and record.g2_tokens is not None
-    ]
-
-
-def client_of(run: Measurement) -> ClientLoad:
+def _client_of(run: Measurement) -> ClientLoad:
     """Return the client's lateness with the requests of this run, and its CPU share, which all arms may share."""
     lateness_ms = [late for record in run.records if (late := record.lateness_ms) is not None]
     return ClientLoad(run.run, lateness_ms, run.client["cpu_share"])
-
-
-def _utilisation(runs: Sequence[Measurement]) -> float | None:
-    found = [share for run in runs if (share := utilisation_of(run)) is not None]
-    return max(found, default=None)
 
 
 def utilisation_of(run: Measurement) -> float | None:

@@ -22,7 +22,7 @@ few, so each is tried. A model is returned only if the data identify every coeff
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist
@@ -34,7 +34,7 @@ from kvbm_cli.bench.judge.paired import (
     TYPICAL_RUN_FREEDOM,
     student_t,
 )
-from kvbm_cli.bench.result.results import LOADED, percentile
+from kvbm_cli.bench.result.results import LOADED, RequestRecord, percentile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,14 +95,14 @@ def compare_percentiles(
     arms = [_flat(reference), _flat(measured)]
     count = min(map(len, arms))
     percents = [percent for percent, least in LEAST_COUNTS.items() if count >= least]
-    drawn = _draw([reference, measured], percents, run_deviation=run_deviation, seed=seed, draws=draws)
-    tail = _tail(_sessions([reference, measured]))
+    found = _draw([reference, measured], percents, run_deviation=run_deviation, seed=seed, draws=draws)
     result: dict[int, PercentileComparison | None] = dict.fromkeys(LEAST_COUNTS)
     for column, percent in enumerate(percents):
         first, second = (percentile(values, percent) for values in arms)
-        if count < LEAST_COUNTS_FOR_INTERVAL[percent] or drawn is None or tail is None:
+        if count < LEAST_COUNTS_FOR_INTERVAL[percent] or found is None:
             result[percent] = PercentileComparison(Estimate(first), Estimate(second), Estimate(second - first))
             continue
+        drawn, tail = found
         one, other = drawn[:, 0, column], drawn[:, 1, column]
         result[percent] = PercentileComparison(
             _estimate(first, one, tail), _estimate(second, other, tail), _estimate(second - first, other - one, tail)
@@ -132,10 +132,10 @@ def share_of_possible_gain(
     if first <= least:
         return None
     value = (first - second) / (first - least)
-    drawn = _draw(arms, [50], run_deviation=run_deviation, seed=seed, draws=draws)
-    tail = _tail(_sessions(arms))
-    if drawn is None or tail is None or min(map(len, flat)) < LEAST_COUNTS_FOR_INTERVAL[50]:
+    found = _draw(arms, [50], run_deviation=run_deviation, seed=seed, draws=draws)
+    if found is None or min(map(len, flat)) < LEAST_COUNTS_FOR_INTERVAL[50]:
         return ShareOfGain(min(value, 1.0), None, None, value > 1)
+    drawn, tail = found
     gains = drawn[:, 0, 0] - drawn[:, 2, 0]
     if (gains <= 0).mean() > tail:
         return None
@@ -150,18 +150,6 @@ def _flat(samples: Samples) -> list[float]:
     return [value for run in sorted(samples) for session in sorted(samples[run]) for value in samples[run][session]]
 
 
-def _sessions(arms: Sequence[Samples]) -> list[int]:
-    return sorted({session for arm in arms for run in arm.values() for session, values in run.items() if values})
-
-
-def _tail(sessions: Sequence[int]) -> float | None:
-    """Share of draws outside the interval on each side: 2.5% for many sessions, less for few."""
-    count = len(sessions)
-    if count < LEAST_SESSIONS:
-        return None
-    return NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
-
-
 def _estimate(value: float, drawn: np.ndarray[Any, Any], tail: float) -> Estimate:
     import numpy as np
 
@@ -171,20 +159,23 @@ def _estimate(value: float, drawn: np.ndarray[Any, Any], tail: float) -> Estimat
 
 def _draw(
     arms: Sequence[Samples], percents: Sequence[int], *, run_deviation: float | None, seed: int, draws: int
-) -> np.ndarray[Any, Any] | None:
-    """Percentiles of each draw, as an array of draws x arms x percents; `None` with too few sessions."""
+) -> tuple[np.ndarray[Any, Any], float] | None:
+    """Return the percentiles of each draw, as an array of draws x arms x percents, and the share of draws outside the
+    interval on each side: 2.5% for many sessions, less for few. `None` with too few sessions."""
     import numpy as np
 
-    sessions, runs = _sessions(arms), sorted({run for arm in arms for run in arm})
-    if len(sessions) < LEAST_SESSIONS or not percents:
+    sessions = sorted({session for arm in arms for run in arm.values() for session, values in run.items() if values})
+    runs, count = sorted({run for arm in arms for run in arm}), len(sessions)
+    if count < LEAST_SESSIONS or not percents:
         return None
+    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
     random = np.random.default_rng(seed)
     draw_arms = [_arm_sampler(arm, sessions, runs, percents) for arm in arms]
     freedom = len(runs) - 1 + TYPICAL_RUN_FREEDOM
     result = np.empty((draws, len(arms), len(percents)))
     for draw in range(draws):
         while True:
-            weights = np.bincount(random.integers(0, len(sessions), len(sessions)), minlength=len(sessions))
+            weights = np.bincount(random.integers(0, count, count), minlength=count)
             factors = np.ones((len(arms), len(runs)))
             if run_deviation is not None:  # a deviation of two arms, estimated with few degrees of freedom
                 deviation = run_deviation / math.sqrt(2) * math.sqrt(freedom / random.chisquare(freedom))
@@ -193,7 +184,7 @@ def _draw(
             if all(values is not None for values in found):  # an arm may lack the drawn sessions, if requests failed
                 result[draw] = np.array(found)
                 break
-    return result
+    return result, tail
 
 
 def _arm_sampler(
@@ -215,20 +206,6 @@ def _arm_sampler(
         return [float(found) for found in np.percentile(drawn, percents)] if len(drawn) else None
 
     return sample
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTime:
-    """TTFT of one request from its launch, and where the tokens of its prompt came from."""
-
-    ttft_ms: float
-    computed_tokens: int
-    g2_tokens: int
-    g3_tokens: int
-    g4_tokens: int = 0
-
-    def tokens_from(self, *sources: str) -> int:
-        return sum(getattr(self, f"{source}_tokens") for source in sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,35 +240,31 @@ class TtftModel:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class NoModel:
-    """No TTFT model can be fitted, and why."""
-
-    reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"reason": self.reason}
-
-
-def fit_ttft(requests: Sequence[PromptTime]) -> TtftModel | NoModel:
-    """Fit the model. `NoModel` if there are too few requests, if the tokens computed are always the same, if two
-    columns grow together, or if the model explains less than half of the variance."""
+def fit_ttft(records: Iterable[RequestRecord]) -> TtftModel | str:
+    """Fit the model to the answered requests whose tokens are known by tier. Returns why there is none if there are too
+    few requests, if the tokens computed are always the same, if two columns grow together, or if the model explains
+    less than half of the variance."""
     import numpy as np
 
+    requests = [
+        one
+        for one in records
+        if one.is_ok and None not in (one.ttft_from_launch_ms, one.computed_tokens, one.g2_tokens)
+    ]
     columns = _columns(requests)
     needed = LEAST_REQUESTS_PER_COEFFICIENT * (len(columns) + 1)
     if len(requests) < needed:
-        return NoModel(f"{len(requests)} requests are too few for {len(columns) + 1} coefficients, {needed} are needed")
+        return f"{len(requests)} requests are too few for {len(columns) + 1} coefficients, {needed} are needed"
     if "computed" not in columns:
-        return NoModel("all requests computed the same number of tokens")
+        return "all requests computed the same number of tokens"
     if "load" in columns and _collinear(columns):
         del columns["load"]  # the cost per request is the least of the unknowns; break-even lengths are then unknown
     if collinear := _collinear(columns):
-        return NoModel(f"{collinear[0]} and {collinear[1]} change together, so their costs cannot be separated")
-    times = np.array([request.ttft_ms for request in requests])
+        return f"{collinear[0]} and {collinear[1]} change together, so their costs cannot be separated"
+    times = np.array([one.ttft_from_launch_ms for one in requests])
     coefficients, explained = _least_squares(columns, times)
     if explained < LEAST_EXPLAINED:
-        return NoModel(f"the tokens of the prompts explain only {explained:.0%} of the variance of TTFT")
+        return f"the tokens of the prompts explain only {explained:.0%} of the variance of TTFT"
     return TtftModel(
         base_ms=coefficients["base"],
         load_ms=coefficients.get("load"),
@@ -301,14 +274,14 @@ def fit_ttft(requests: Sequence[PromptTime]) -> TtftModel | NoModel:
     )
 
 
-def _columns(requests: Sequence[PromptTime]) -> dict[str, np.ndarray[Any, Any]]:
+def _columns(requests: Sequence[RequestRecord]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the columns that vary. The constant column of the base is not among them."""
     import numpy as np
 
     columns = {
-        **{source: np.array([one.tokens_from(source) for one in requests], dtype=float) for source in SOURCES},
-        "load": np.array([one.tokens_from(*LOADED) > 0 for one in requests], dtype=float),
+        source: np.array([getattr(one, f"{source}_tokens") or 0 for one in requests], dtype=float) for source in SOURCES
     }
+    columns["load"] = (np.sum([columns[tier] for tier in LOADED], axis=0) > 0).astype(float)
     return {name: column for name, column in columns.items() if len(column) and np.ptp(column) > 0}
 
 

@@ -126,16 +126,6 @@ class Bounds:
         return math.sqrt(self.low * self.high)
 
 
-def shown_limit(bounds: Bounds, doubt: str | None) -> str:
-    low, high = bounds.low, bounds.high
-    if low == 0:
-        return "none holds" if math.isinf(high) else f"none holds, {high:.3g} fails"
-    if math.isinf(high):
-        return f"{low:.3g} holds, none fails"
-    text = f"{low:.3g} to {high:.3g}"
-    return f"{text}: noise forbids an answer" if not bounds.is_known else f"{text}: doubtful" if doubt else text
-
-
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """How many times the rate of the reference; the interval includes the difference of two starts."""
@@ -149,10 +139,8 @@ class Ratio:
         return not self.low <= 1 <= self.high
 
 
-def ratio_of(measured: Bounds, reference: Bounds) -> Ratio | None:
-    """Return None if one of the limits is not known."""
-    if not (measured.is_known and reference.is_known):
-        return None
+def ratio_of(measured: Bounds, reference: Bounds) -> Ratio:
+    """Both must be known."""
     low, high = measured.low / reference.high, measured.high / reference.low
     return Ratio(measured.middle / reference.middle, low / START_SPREAD, high * START_SPREAD)
 

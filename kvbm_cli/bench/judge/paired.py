@@ -161,26 +161,11 @@ class Noise:
     source: str
 
 
-def noise_of(times_by_run: Mapping[int, Mapping[tuple[int, int], float]], arm: str = "baseline") -> Noise | None:
-    """Compare all repeated runs of one arm. `times_by_run[pair][session, turn]` is a time; `None` with fewer than two
-    runs that have a request in common."""
-    found: list[Noise] = []
-    runs = sorted(times_by_run)
-    for position, first in enumerate(runs):
-        for second in runs[position + 1 :]:
-            ratio = paired_ratio({1: _common(times_by_run[first], times_by_run[second])})
-            if ratio is not None:
-                found.append(_oriented(ratio, arm, first, second))
+def noise_of(pairs_of_runs: Mapping[tuple[int, int], PairsBySession], arm: str = "baseline") -> Noise | None:
+    """Compare repeated runs of one arm, by their numbers; `None` if no two runs have a request in common."""
+    ratios = {runs: paired_ratio({1: pairs}) for runs, pairs in pairs_of_runs.items()}
+    found = [_oriented(ratio, arm, *runs) for runs, ratio in ratios.items() if ratio is not None]
     return max(found, key=lambda noise: noise.ratio, default=None)
-
-
-def _common(
-    first: Mapping[tuple[int, int], float], second: Mapping[tuple[int, int], float]
-) -> dict[int, list[tuple[float, float]]]:
-    pairs: dict[int, list[tuple[float, float]]] = {}
-    for key in sorted(first.keys() & second.keys()):
-        pairs.setdefault(key[0], []).append((first[key], second[key]))
-    return pairs
 
 
 def _oriented(ratio: PairedRatio, arm: str, first: int, second: int) -> Noise:

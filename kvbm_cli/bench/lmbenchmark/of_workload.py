@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.lmbenchmark.agentic import AgentTrace, read_agent_trace
+from kvbm_cli.bench.lmbenchmark.agentic import read_agent_trace
 from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.workload.schema import Conversations, Lmbenchmark, Schedule, Workload
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Script, ScriptedRequest, Writer
@@ -92,45 +92,25 @@ def _agents(workload: Lmbenchmark, writer: Writer, generator: random.Random) -> 
     trace = read_agent_trace(Path(workload.file))
     index = 0
     for user in range(workload.users or 1):
-        for request in _agents_of_user(trace, user, index, writer, generator):
-            yield request
-            index += 1
+        said: dict[tuple[int, int], tuple[Part, Part]] = {}  # question and answer by round and agent
+        before: tuple[int, ...] = ()
+        first = index
+        for number, tasks in enumerate(trace):
+            first_of_round = index
+            for task in tasks:
+                history = [part for source, agent, which in task.inputs for part in _said(said, (source, agent), which)]
+                question = writer.content(generator, AGENT_QUESTION_TOKENS)
+                parts = (*history, question)
+                yield ScriptedRequest(user, index - first + 1, parts, task.answer_tokens, before, AGENT_INTERVAL_S)
+                said[number, task.agent] = question, AnswerOf(index, task.answer_tokens)
+                index += 1
+            before = tuple(range(first_of_round, index))
 
 
-def _agents_of_user(
-    trace: AgentTrace, user: int, start: int, writer: Writer, generator: random.Random
-) -> Iterator[ScriptedRequest]:
-    asked: dict[tuple[int, int], Part] = {}
-    answered: dict[tuple[int, int], Part] = {}
-    before: tuple[int, ...] = ()
-    index = start
-    for number, round_ in enumerate(trace):
-        current = []
-        for task in round_:
-            question = writer.content(generator, AGENT_QUESTION_TOKENS)
-            history = [
-                part
-                for source_round, agent, which in task.inputs
-                for part in _history(asked, answered, (source_round, agent), which)
-            ]
-            parts = (*history, question)
-            yield ScriptedRequest(user, index - start + 1, parts, task.answer_tokens, before, AGENT_INTERVAL_S)
-            asked[number, task.agent] = question
-            answered[number, task.agent] = AnswerOf(index, task.answer_tokens)
-            current.append(index)
-            index += 1
-        before = tuple(current)
-
-
-def _history(
-    asked: dict[tuple[int, int], Part], answered: dict[tuple[int, int], Part], source: tuple[int, int], which: str
-) -> Iterator[Part]:
+def _said(said: dict[tuple[int, int], tuple[Part, Part]], source: tuple[int, int], which: str) -> tuple[Part, ...]:
     """UsageError for an agent that was not asked before."""
-    if source not in asked:
+    if source not in said:
         raise UsageError(
             f"`input_from` of the trace names agent {source[1]} of round {source[0]}, which has no turn before"
         )
-    if which in ("input", "both"):
-        yield asked[source]
-    if which in ("output", "both"):
-        yield answered[source]
+    return {"input": said[source][:1], "output": said[source][1:], "both": said[source]}[which]

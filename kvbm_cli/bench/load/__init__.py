@@ -2,6 +2,6 @@
 
 A launch never waits for an answer, unless the plan says so, and no request is sent twice: a failed request is recorded
 with its error. `drive` divides a plan over processes, `process` is one of them and says whether it was fast enough,
-`launcher` keeps the times, `request` sends one request, and `events` reads an answer. `control` has the requests to an
+`launcher` keeps the times, and `request` sends one request and reads its answer. `control` has the requests to an
 engine outside of a measurement.
 """

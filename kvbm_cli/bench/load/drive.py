@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,14 +24,7 @@ from kvbm.child.run import Output, last_line
 from kvbm.child.stream import MessageStream, start_with_stream
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.load.launcher import WATCH_INTERVAL_S, OnRecord, Part
-from kvbm_cli.bench.load.process import (
-    READY,
-    ClientHealth,
-    HealthMonitor,
-    ProcessHealth,
-    drive_part,
-    together,
-)
+from kvbm_cli.bench.load.process import READY, ClientHealth, HealthMonitor, drive_part, together
 from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest, linked_groups
@@ -69,7 +62,7 @@ async def drive(
     """Send the whole plan to every target. When an engine ends, its open requests fail at once.
 
     `on_record` gets each record when its request has ended, in this event loop. With more than one worker, other
-    processes send the requests, and records arrive up to 0.1 s later.
+    processes send the requests.
     """
     import aiohttp  # noqa: F401  it takes 0.3 s, which must not pass after the start
 
@@ -88,9 +81,9 @@ async def drive(
             duration_s = start.elapsed_s()
         processes = [monitor.result()]
     else:
-        async with started_workers(parts, targets) as workers_ready:
+        async with started_workers(parts, targets) as ready:
             start = _Start.after(parts)
-            processes = await workers_ready.drive(start.ns, take)
+            processes = await _drive_workers(ready, targets, start.ns, take)
             duration_s = start.elapsed_s()
     return _result(records, processes, start, duration_s)
 
@@ -111,109 +104,98 @@ class _Start:
 
 
 def _result(
-    records: dict[str, list[RequestRecord]], processes: Sequence[ProcessHealth], start: _Start, duration_s: float
+    records: dict[str, list[RequestRecord]], processes: Sequence[ClientHealth], start: _Start, duration_s: float
 ) -> DriveResult:
     ordered = {run: tuple(sorted(of_run, key=lambda record: record.index)) for run, of_run in records.items()}
     health = ClientHealth.of(processes, (record for of_run in ordered.values() for record in of_run))
     return DriveResult(ordered, health, start.unix_s, start.ns, duration_s)
 
 
-class WorkerProcesses:
-    """Started workers that have their parts and wait for the start."""
-
-    def __init__(self, workers: Sequence[_WorkerProcess], targets: Sequence[Target]) -> None:
-        self._workers = workers
-        self._targets = targets
-
-    async def drive(self, start_ns: int, on_record: Callable[[RequestRecord], None]) -> list[ProcessHealth]:
-        """Hand over each record as it arrives. EnvironmentProblem if a worker ends early."""
-        for worker in self._workers:
-            worker.stream.send(start_ns)
-        watcher = asyncio.create_task(self._watch_engines())
-        try:
-            return await together(self._read(worker, on_record) for worker in self._workers)
-        finally:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
-
-    async def prepare(self, parts: Sequence[Part]) -> None:
-        targets = [replace(target, has_ended=_never) for target in self._targets]
+@contextlib.asynccontextmanager
+async def started_workers(parts: Sequence[Part], targets: Sequence[Target]) -> AsyncIterator[list[_Worker]]:
+    """One worker per part, ready to start. They are killed at the end, if they still run."""
+    workers: list[_Worker] = []
+    targets = [replace(target, has_ended=_never) for target in targets]
+    try:
+        for number in range(len(parts)):
+            workers.append(await _Worker.start(f"load worker {number + 1} of {len(parts)}"))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                orders = zip(self._workers, parts, strict=True)
-                await together(self._hand_over(worker, part, targets) for worker, part in orders)
+                await together(one.take(part, targets) for one, part in zip(workers, parts, strict=True))
         except TimeoutError:
             raise EnvironmentProblem(
                 f"load workers were not ready within {START_TIMEOUT_S:.0f} s", hint="repeat on an idle machine"
             ) from None
-
-    async def _hand_over(self, worker: _WorkerProcess, part: Part, targets: Sequence[Target]) -> None:
-        worker.stream.send((part, targets))
-        await worker.stream.drain()
-        ready = await self._receive(worker)
-        assert ready == READY, ready
-
-    async def _read(self, worker: _WorkerProcess, on_record: Callable[[RequestRecord], None]) -> ProcessHealth:
-        while True:
-            message = await self._receive(worker)
-            if isinstance(message, ProcessHealth):
-                return message
-            for record in message:
-                on_record(record)
-
-    async def _receive(self, worker: _WorkerProcess) -> Any:
-        try:
-            return await worker.stream.receive()
-        except ChannelClosed:
-            which = f"load worker {self._workers.index(worker) + 1} of {len(self._workers)}"
-            raise EnvironmentProblem(f"{which} {await asyncio.to_thread(worker.how_it_ended)}") from None
-
-    async def _watch_engines(self) -> None:
-        ended: set[int] = set()
-        while True:
-            for position, target in enumerate(self._targets):
-                if position not in ended and target.has_ended():
-                    ended.add(position)
-                    for worker in self._workers:
-                        worker.stream.send(position)
-            await asyncio.sleep(WATCH_INTERVAL_S)
-
-
-@contextlib.asynccontextmanager
-async def started_workers(parts: Sequence[Part], targets: Sequence[Target]) -> AsyncIterator[WorkerProcesses]:
-    """One worker per part, ready to start. They are killed at the end, if they still run."""
-    children: list[_WorkerProcess] = []
-    try:
-        for _ in parts:
-            children.append(await _WorkerProcess.start())
-        workers = WorkerProcesses(children, targets)
-        await workers.prepare(parts)
         yield workers
     finally:
-        for child in children:
-            child.process.kill()
-        for child in children:
-            child.close()
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.close()
+
+
+async def _drive_workers(
+    workers: Sequence[_Worker], targets: Sequence[Target], start_ns: int, on_record: OnRecord
+) -> list[ClientHealth]:
+    """Hand over each record as it arrives. EnvironmentProblem if a worker ends early."""
+    for worker in workers:
+        worker.stream.send(start_ns)
+    watcher = asyncio.create_task(_watch_engines(workers, targets))
+    try:
+        return await together(worker.drive(on_record) for worker in workers)
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+
+
+async def _watch_engines(workers: Sequence[_Worker], targets: Sequence[Target]) -> None:
+    ended: set[int] = set()
+    while True:
+        for position, target in enumerate(targets):
+            if position not in ended and target.has_ended():
+                ended.add(position)
+                for worker in workers:
+                    worker.stream.send(position)
+        await asyncio.sleep(WATCH_INTERVAL_S)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _WorkerProcess:
-    """`output` is what it says beside its messages."""
+class _Worker:
+    """A process that sends one part. `output` is what it says beside its messages."""
 
+    name: str
     process: subprocess.Popen[bytes]
     stream: MessageStream
     output: Output
 
     @classmethod
-    async def start(cls) -> _WorkerProcess:
+    async def start(cls, name: str) -> _Worker:
         output = Output()
         try:
-            return cls(*await start_with_stream(WORKER, "a load worker", stderr=output.fileno()), output)
+            return cls(name, *await start_with_stream(WORKER, "a load worker", stderr=output.fileno()), output)
         except BaseException:
             output.close()
             raise
 
-    def how_it_ended(self) -> str:
+    async def take(self, part: Part, targets: Sequence[Target]) -> None:
+        """Return when it is ready to start."""
+        self.stream.send((part, targets))
+        await self.stream.drain()
+        ready = await self._receive()
+        assert ready == READY, ready
+
+    async def drive(self, on_record: OnRecord) -> ClientHealth:
+        while not isinstance(message := await self._receive(), ClientHealth):
+            on_record(message)
+        return message
+
+    async def _receive(self) -> Any:
+        try:
+            return await self.stream.receive()
+        except ChannelClosed:
+            raise EnvironmentProblem(f"{self.name} {await asyncio.to_thread(self._how_it_ended)}") from None
+
+    def _how_it_ended(self) -> str:
         """Wait for its end."""
         status = self.process.wait()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -235,7 +217,9 @@ def worker_count(plan: Plan, target_count: int, wanted: WorkerCount) -> int:
     """How many processes send the plan; 1 is this process. There is at most one per group of sessions."""
     if wanted != "auto" and wanted < 1:
         raise UsageError(f"{wanted} worker processes: at least 1 is required")
-    count = wanted if wanted != "auto" else _useful_count(estimated_load(plan, target_count))
+    useful = math.ceil(estimated_load(plan, target_count) / LARGEST_LOAD)
+    # one core is left for the engine, which usually runs on the same machine
+    count = wanted if wanted != "auto" else min(useful, _cores() - 1)
     concurrency = plan.launches.concurrency or count
     return max(1, min(count, concurrency, len(linked_groups(plan.requests)) if count > 1 else 1))
 
@@ -289,11 +273,6 @@ def parts_of(plan: Plan, count: int) -> list[Part]:
         requests.sort(key=lambda request: request.index)
         parts.append(Part(tuple(requests), plan.launches, plan.request_timeout_s, concurrency))
     return parts
-
-
-def _useful_count(load: float) -> int:
-    """One core is left for the engine, which usually runs on the same machine."""
-    return min(math.ceil(load / LARGEST_LOAD), _cores() - 1)
 
 
 def _cores() -> int:

@@ -1,11 +1,14 @@
 """Launches the requests of one target at the times that the plan fixes. All of it runs in one event loop.
 
-A request passes these states:
+Each request has a task, which waits
 
-    waiting     for requests that must end before it (`after`)
-    due         its launch time is known; it waits for that time, or for a slot of the closed loop
-    in flight   its task encodes the body, sleeps until the launch time, sends, and reads the answer
-    ended       its record was handed over, or it was dropped because the duration was over
+    for the requests that must end before it (`after`)
+    until shortly before its launch time
+    for a slot of the closed loop, which its group shares
+    for its launch time, with the encoded body
+
+and then sends the request, and reads and hands over the answer. A request that is due after the end of the duration is
+dropped, with all that await it.
 
 Launches have absolute times, so that a slow engine delays no launch of an open loop. Bodies are encoded one at a time,
 early enough for the launch, and never all at once.
@@ -17,7 +20,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm_cli.bench.load.request import Exchange, Target
@@ -35,6 +38,7 @@ WATCH_INTERVAL_S = 0.25
 ENCODE_AHEAD_S = 0.05
 EARLY_ENCODE_DELAY_S = 0.005
 ENGINE_ENDED = "the engine ended"
+AT_ONCE = float("-inf")
 
 
 OnRecord = Callable[[RequestRecord], None]
@@ -42,11 +46,11 @@ OnRecord = Callable[[RequestRecord], None]
 
 @dataclass(slots=True)
 class _Group:
-    """Requests that share a slot of the closed loop. `due` are those that wait for it."""
+    """Requests that share a slot of the closed loop. `slot_s` is the moment since which the slot was free."""
 
     open_requests: int
-    is_admitted: bool = False
-    due: list[tuple[PlannedRequest, float]] = field(default_factory=list)
+    slot_s: asyncio.Future[float]
+    is_queued: bool = False
 
 
 class Launcher:
@@ -65,32 +69,31 @@ class Launcher:
             start_ns=start_ns + round(target.offset_s * 1e9),
             timeout_s=part.request_timeout_s,
         )
-        self._requests = {request.index: request for request in part.requests}
-        self._awaited = {request.index: len(request.after) for request in part.requests}
-        self._earliest_s = {request.index: request.intended_s or 0.0 for request in part.requests}
-        self._dependents: dict[int, list[PlannedRequest]] = {request.index: [] for request in part.requests}
+        new_future = asyncio.get_running_loop().create_future
+        self._not_ended = {request.index: request for request in part.requests}
+        self._ends_s: dict[int, asyncio.Future[float | None]] = {index: new_future() for index in self._not_ended}
+        self._dependents: dict[int, list[PlannedRequest]] = {index: [] for index in self._not_ended}
         for request in part.requests:
             for index in request.after:
                 self._dependents[index].append(request)
-        self._groups = self._make_groups()
+        self._groups: dict[int, _Group] = {}
+        for requests in slot_groups(part.requests) if part.concurrency is not None else ():
+            self._groups |= dict.fromkeys((one.index for one in requests), _Group(len(requests), new_future()))
         self._queue: deque[_Group] = deque()
         self._free_slots = part.concurrency or 0
-        self._is_filling = False
         self._is_closed = False
-        self._not_ended = set(self._requests)
         self._bodies: dict[int, bytes] = {}
-        self._encoding = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._finished = asyncio.get_running_loop().create_future()
+        self._finished: asyncio.Future[None] = new_future()
 
     async def run(self) -> None:
-        roots = [request for request in self._part.requests if not request.after]
-        starts = encoding_starts(roots)
-        for request in roots:
-            self._schedule(request, self._earliest_s[request.index], starts.get(request.index))
-        if not self._not_ended:
+        if not self._part.requests:
             return
+        starts_s = encoding_starts([request for request in self._part.requests if not request.after])
+        for request in self._part.requests:
+            task = asyncio.create_task(self._follow(request, starts_s.get(request.index, AT_ONCE)))
+            self._tasks.add(task)
+            task.add_done_callback(self._task_ended)
         try:
             while not self._finished.done() and not self._target.has_ended():
                 await asyncio.wait([self._finished], timeout=WATCH_INTERVAL_S)
@@ -100,132 +103,89 @@ class Launcher:
             self._finished.result()
         self._fail_rest()
 
-    # ---- from waiting to due
-
-    def _schedule(self, request: PlannedRequest, due_s: float, encoding_start_s: float | None) -> None:
-        """Start the request shortly before its body must be encoded, or now."""
-        if encoding_start_s is None or encoding_start_s - ENCODE_AHEAD_S <= self._now_s():
-            self._admit(request, due_s)
-        else:
-            at_s = self._start_s + encoding_start_s - ENCODE_AHEAD_S  # the loop's clock is that of perf_counter
-            self._timers[request.index] = asyncio.get_running_loop().call_at(at_s, self._admit, request, due_s)
-
-    def _admit(self, request: PlannedRequest, due_s: float) -> None:
-        """Start the request if its group has a slot or gets one; otherwise it waits for the slot."""
-        self._timers.pop(request.index, None)
+    async def _follow(self, request: PlannedRequest, encoding_start_s: float) -> None:
+        """Take one request from its awaited requests to its end."""
         group = self._groups.get(request.index)
-        if group is None or group.is_admitted:
-            self._start(request, due_s)
+        due_s = await self._due_s(request, group, encoding_start_s)
+        end_s = None if due_s is None else await self._send(request, due_s)
+        del self._not_ended[request.index]
+        if self._is_closed:
             return
-        if not group.due:
+        self._bodies.pop(request.index, None)
+        self._ends_s[request.index].set_result(end_s)
+        if group is not None:
+            group.open_requests -= 1
+            if not group.open_requests and group.slot_s.done():
+                self._free_slots += 1
+                duration_s = self._part.launches.duration_s or 0.0
+                self._fill_slots(max(duration_s, self._now_s()) if end_s is None else end_s)
+
+    async def _due_s(self, request: PlannedRequest, group: _Group | None, encoding_start_s: float) -> float | None:
+        """Wait until the request may be encoded. Return its launch time, None if it is dropped."""
+        due_s = request.intended_s or 0.0
+        for index in request.after:
+            end_s = await self._ends_s[index]
+            if end_s is None:
+                return None
+            encoding_start_s = due_s = max(due_s, end_s + request.delay_s)
+        await self._sleep_until(encoding_start_s - ENCODE_AHEAD_S)
+        if group is not None:
+            due_s = max(due_s, await self._slot_s(group))
+        duration_s = self._part.launches.duration_s
+        return None if request.intended_s is None and duration_s is not None and due_s >= duration_s else due_s
+
+    async def _slot_s(self, group: _Group) -> float:
+        """Wait for the slot of a group. Return since when it was free."""
+        if not group.is_queued:
+            group.is_queued = True
             self._queue.append(group)
-        group.due.append((request, due_s))
-        self._fill_slots(0.0)
+            self._fill_slots(0.0)
+        return await group.slot_s
 
     def _fill_slots(self, since_s: float) -> None:
         """Give free slots to the groups that have waited longest; a slot is free since `since_s`."""
-        if self._is_filling:
-            return  # a group was dropped as a whole, which freed its slot: the loop below continues
-        self._is_filling = True
         while self._free_slots and self._queue:
             self._free_slots -= 1
-            group = self._queue.popleft()
-            group.is_admitted = True
-            for request, due_s in group.due:
-                self._start(request, max(due_s, since_s))
-        self._is_filling = False
+            self._queue.popleft().slot_s.set_result(since_s)
 
-    def _start(self, request: PlannedRequest, due_s: float) -> None:
-        duration_s = self._part.launches.duration_s
-        if request.intended_s is None and duration_s is not None and due_s >= duration_s:
-            self._drop(request, due_s)
-            return
-        task = asyncio.create_task(self._send(request, due_s))
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    # ---- in flight
-
-    async def _send(self, request: PlannedRequest, due_s: float) -> None:
+    async def _send(self, request: PlannedRequest, due_s: float) -> float:
+        """Return when the request ended."""
         record = self._target.record_of(request)
         record.intended_ms = round(due_s * 1e3, 6)
         try:
-            body = await self._body_of(request)
-            if (delay_s := due_s - self._now_s()) > 0:
-                await asyncio.sleep(delay_s)
-            self._encode_next(request)
+            body = self._bodies.pop(request.index, None) or request.encode()
+            await self._sleep_until(due_s)
+            if self._dependents[request.index]:
+                asyncio.get_running_loop().call_later(EARLY_ENCODE_DELAY_S, self._encode_dependents, request)
             await self._exchange.send(request, body, record)
         except asyncio.CancelledError:
             if not self._target.has_ended():
                 raise
             record.error = ENGINE_ENDED
             record.end_ms = self._exchange.now_ms()
-        self._not_ended.discard(request.index)
         self._on_record(record)
         assert record.end_ms is not None
-        self._ended(request, record.end_ms / 1e3)
+        return record.end_ms / 1e3
 
-    async def _body_of(self, request: PlannedRequest) -> bytes:
-        """One body per pass of the event loop: encoding must not delay the stamps of other requests more than once."""
-        if (body := self._bodies.pop(request.index, None)) is not None:
-            return body
-        async with self._encoding:
-            return request.encode()
-
-    def _encode_next(self, request: PlannedRequest) -> None:
+    def _encode_dependents(self, request: PlannedRequest) -> None:
         """Encode what follows at once on this request while the engine works on it."""
-        following = [one for one in self._dependents[request.index] if one.delay_s < ENCODE_AHEAD_S]
-        if following:
-            asyncio.get_running_loop().call_later(EARLY_ENCODE_DELAY_S, self._encode_early, following)
-
-    def _encode_early(self, requests: list[PlannedRequest]) -> None:
-        for request in requests:
-            if self._awaited[request.index] and request.index not in self._bodies and not self._finished.done():
-                self._bodies[request.index] = request.encode()
-
-    # ---- ended
-
-    def _ended(self, request: PlannedRequest, end_s: float) -> None:
-        for one in self._dependents[request.index]:
-            self._awaited[one.index] -= 1
-            due_s = self._earliest_s[one.index] = max(self._earliest_s[one.index], end_s + one.delay_s)
-            if not self._awaited[one.index] and one.index in self._not_ended and not self._is_closed:
-                self._schedule(one, due_s, due_s)
-        self._release(request, end_s)
-
-    def _drop(self, request: PlannedRequest, end_s: float) -> None:
-        """Drop a request. The duration is over: neither this request nor any that awaits it is launched."""
-        dropped = [request]
-        while dropped:
-            one = dropped.pop()
-            if one.index in self._not_ended:
-                self._not_ended.discard(one.index)
-                self._bodies.pop(one.index, None)
-                dropped += self._dependents[one.index]
-                self._release(one, end_s)
-
-    def _release(self, request: PlannedRequest, end_s: float) -> None:
-        group = self._groups.get(request.index)
-        if group is not None:
-            group.open_requests -= 1
-            if not group.open_requests and group.is_admitted:
-                self._free_slots += 1
-                self._fill_slots(end_s)
-        if not self._not_ended and not self._finished.done():
-            self._finished.set_result(None)
+        if not self._ends_s[request.index].done():
+            for one in self._dependents[request.index]:
+                if one.delay_s < ENCODE_AHEAD_S and one.index not in self._bodies:
+                    self._bodies[one.index] = one.encode()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._finished.done():
+        if self._finished.done():
+            return
+        if not task.cancelled() and (error := task.exception()) is not None:
             self._finished.set_exception(error)
-
-    # ---- the end
+        elif not self._tasks:
+            self._finished.set_result(None)
 
     async def _close(self) -> None:
         """End what is open: nothing, unless the engine ended or the run was cancelled."""
         self._is_closed = True
-        for timer in self._timers.values():
-            timer.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -235,18 +195,15 @@ class Launcher:
         """Record the requests that the engine was not sent before it ended. With a duration, they are unknown."""
         if self._part.launches.duration_s is not None and self._part.launches.interval_s is None:
             return
-        for index in sorted(self._not_ended):
-            record = self._target.record_of(self._requests[index])
-            intended_s = self._requests[index].intended_s
-            record.intended_ms = None if intended_s is None else intended_s * 1e3
+        for request in self._not_ended.values():
+            record = self._target.record_of(request)
+            record.intended_ms = None if request.intended_s is None else request.intended_s * 1e3
             record.error = ENGINE_ENDED
             self._on_record(record)
 
-    def _make_groups(self) -> dict[int, _Group]:
-        if self._part.concurrency is None:
-            return {}
-        groups = [(requests, _Group(len(requests))) for requests in slot_groups(self._part.requests)]
-        return {request.index: group for requests, group in groups for request in requests}
+    async def _sleep_until(self, at_s: float) -> None:
+        if (delay_s := at_s - self._now_s()) > 0:
+            await asyncio.sleep(delay_s)
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._start_s

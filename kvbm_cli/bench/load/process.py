@@ -24,22 +24,12 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessHealth:
-    """Of one process: its share of one core, how late its event loop ran a heartbeat, and objects in reference cycles
-    that the switched-off garbage collector left."""
-
-    cpu_share: float
-    loop_lag_p50_ms: float
-    loop_lag_p99_ms: float
-    loop_lag_max_ms: float
-    garbage_objects: int
-
-
-@dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """Of a drive. `cpu_shares` has the share of one core per process. Loop lag is the highest of all processes.
+    """Of one process or of a drive. `cpu_shares` has the share of one core per process. Loop lag is how late the event
+    loop ran a heartbeat, the highest of all processes.
 
-    Lateness is the time from the intended launch to the launch, `None` if nothing was launched.
+    Lateness is the time from the intended launch to the launch, `None` if nothing was launched, and of one process.
+    `garbage_objects` are in reference cycles that the switched-off garbage collector left.
     """
 
     cpu_shares: tuple[float, ...]
@@ -51,10 +41,10 @@ class ClientHealth:
     garbage_objects: int
 
     @classmethod
-    def of(cls, processes: Sequence[ProcessHealth], records: Iterable[RequestRecord]) -> ClientHealth:
+    def of(cls, processes: Sequence[ClientHealth], records: Iterable[RequestRecord]) -> ClientHealth:
         lateness = [late for record in records if (late := record.lateness_ms) is not None]
         return cls(
-            cpu_shares=tuple(one.cpu_share for one in processes),
+            cpu_shares=tuple(share for one in processes for share in one.cpu_shares),
             loop_lag_p50_ms=max(one.loop_lag_p50_ms for one in processes),
             loop_lag_p99_ms=max(one.loop_lag_p99_ms for one in processes),
             loop_lag_max_ms=max(one.loop_lag_max_ms for one in processes),
@@ -115,13 +105,15 @@ class HealthMonitor:
             if was_on:
                 gc.enable()
 
-    def result(self) -> ProcessHealth:
+    def result(self) -> ClientHealth:
         lags = self._lags_ms or [0.0]
-        return ProcessHealth(
-            cpu_share=self._cpu_s / self._duration_s,
+        return ClientHealth(
+            cpu_shares=(self._cpu_s / self._duration_s,),
             loop_lag_p50_ms=round(percentile(lags, 50), 4),
             loop_lag_p99_ms=round(percentile(lags, 99), 4),
             loop_lag_max_ms=round(max(lags), 4),
+            lateness_p50_ms=None,
+            lateness_p99_ms=None,
             garbage_objects=self._garbage_objects,
         )
 

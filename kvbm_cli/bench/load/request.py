@@ -68,11 +68,6 @@ class Target:
     has_ended: Callable[[], bool] = lambda: False
     ca_file: str = ""
 
-    def all_headers(self) -> dict[str, str]:
-        """Return the headers. A compressed answer would arrive in blocks instead of tokens, hence no encoding is
-        accepted."""
-        return {"Content-Type": "application/json", "Accept-Encoding": "identity", **self.headers}
-
     def record_of(self, request: PlannedRequest) -> RequestRecord:
         return RequestRecord(
             run=self.run,
@@ -118,7 +113,8 @@ class Exchange:
         self._session = session
         self._run = target.run
         self._base_url = target.base_url.rstrip("/")
-        self._headers = target.all_headers()
+        # a compressed answer would arrive in blocks instead of tokens
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **target.headers}
         self._tls = tls_context(target.ca_file) if is_https(target.base_url) else True  # True: what aiohttp does itself
         self._start_ns = start_ns
         self._timeout_s = timeout_s

@@ -1,8 +1,9 @@
 """Translates the metrics of an engine and its KV cache into one set of names, and splits prompt tokens by their tier.
 
 A counter is a total since the engine started, a gauge is its state now. A name that the page lacks is left out: unknown
-is never 0. Every metric name here was read from a running engine, or from the source of the released package that
-exports it: vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6. docs/reference/server-metrics.md has the table.
+is never 0. engine_metrics.json has the names. Every metric name there and here was read from a running engine, or from
+the source of the released package that exports it: vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6.
+docs/reference/server-metrics.md has the table.
 
 `SampleLine` is one line of server-metrics.jsonl. Its top-level keys are for readers of the file. `counters` has every
 total that a page had; only the totals are exact enough for differences, so the summary is computed from them.
@@ -10,9 +11,11 @@ total that a page had; only the totals are exact enough for differences, so the 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -47,65 +50,16 @@ class MetricSource:
         return sum(values) if values else None
 
 
-def _sources(*selectors: str) -> tuple[MetricSource, ...]:
+def _sources(selectors: Sequence[str]) -> tuple[MetricSource, ...]:
     """Selectors are written as in Prometheus. The first whose series the page has counts."""
     found = (selector.partition("{") for selector in selectors)
     return tuple(MetricSource(metric, tuple(_LABEL.findall(labels))) for metric, _, labels in found)
 
 
-COUNTERS = MappingProxyType(
-    {
-        "prompt_tokens": _sources("vllm:prompt_tokens", "sglang:prompt_tokens"),
-        "device_hit_tokens": _sources(
-            'vllm:prompt_tokens_by_source{source="local_cache_hit"}', 'sglang:cached_tokens{cache_source="device"}'
-        ),
-        "external_tokens": _sources('vllm:prompt_tokens_by_source{source="external_kv_transfer"}'),
-        "computed_tokens": _sources('vllm:prompt_tokens_by_source{source="local_compute"}'),
-        "host_hit_tokens": _sources(
-            'vllm:prompt_tokens_cached_by_source{source="host"}', 'sglang:cached_tokens{cache_source="host"}'
-        ),
-        "disk_hit_tokens": _sources(
-            'vllm:prompt_tokens_cached_by_source{source="disk"}', 'sglang:cached_tokens{cache_source="storage"}'
-        ),
-        "other_hit_tokens": _sources('vllm:prompt_tokens_cached_by_source{source="external_unspecified"}'),
-        "peer_hit_tokens": _sources('vllm:prompt_tokens_cached_by_source{source="p2p"}'),
-        "external_queried_tokens": _sources("vllm:external_prefix_cache_queries", "lmcache:num_requested_tokens"),
-        "external_found_tokens": _sources("vllm:external_prefix_cache_hits", "lmcache:num_hit_tokens"),
-        "requests": _sources("vllm:request_success", "sglang:num_requests"),
-        "preemptions": _sources("vllm:num_preemptions", "sglang:num_retracted_requests"),
-        "queue_wait_s": _sources("vllm:request_queue_time_seconds_sum", "sglang:queue_time_seconds_sum"),
-        "queue_waits": _sources("vllm:request_queue_time_seconds_count", "sglang:queue_time_seconds_count"),
-        "evictions": _sources("kvbm_evicted_blocks", "lmcache:local_cpu_evict_keys_count"),
-        "g1_to_g2_blocks": _sources("kvbm_offload_blocks_d2h"),
-        "g1_to_g2_bytes": _sources(
-            "kvbm_offload_bytes_d2h", "vllm:kv_offload_store_bytes", "sglang:hicache_backup_bytes"
-        ),
-        "g1_to_g2_seconds": _sources(
-            "vllm:kv_offload_store_time", "sglang:hicache_backup_duration_seconds_sum", "lmcache:time_to_store_sum"
-        ),
-        "g2_to_g1_blocks": _sources("kvbm_onboard_blocks_h2d", "vllm:simple_kv_offload_load_blocks"),
-        "g2_to_g1_bytes": _sources("kvbm_onboard_bytes_h2d", "vllm:kv_offload_load_bytes", "sglang:load_back_bytes"),
-        "g2_to_g1_seconds": _sources(
-            "vllm:kv_offload_load_time", "sglang:load_back_duration_seconds_sum", "lmcache:time_to_retrieve_sum"
-        ),
-        "g2_to_g3_blocks": _sources("kvbm_offload_blocks_h2d"),
-        "g2_to_g3_bytes": _sources(
-            "kvbm_offload_bytes_h2d", "vllm:kv_offload_tiering_write_bytes", "lmcache:num_remote_write_bytes"
-        ),
-        "g2_to_g3_seconds": _sources("vllm:kv_offload_tiering_write_time"),
-        "g3_to_g2_blocks": _sources("kvbm_disk_fetched_blocks"),
-        "g3_to_g2_bytes": _sources("vllm:kv_offload_tiering_read_bytes", "lmcache:num_remote_read_bytes"),
-        "g3_to_g2_seconds": _sources("vllm:kv_offload_tiering_read_time"),
-        "g2_to_g4_blocks": _sources("kvbm_offload_blocks_d2o"),
-        "g2_to_g4_bytes": _sources("kvbm_offload_bytes_d2o"),
-        "g4_to_g2_blocks": _sources("kvbm_shared_fetched_blocks"),
-    }
-)
-GAUGES = MappingProxyType(
-    {
-        "running": _sources("vllm:num_requests_running", "sglang:num_running_reqs"),
-        "waiting": _sources("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
-    }
+_SELECTORS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("engine_metrics.json").read_text())
+COUNTERS, GAUGES = (
+    MappingProxyType({name: _sources(selectors) for name, selectors in _SELECTORS[kind].items()})
+    for kind in ("counters", "gauges")
 )
 
 NAMES = frozenset(

@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from kvbm.child.channel import Channel, ChannelClosed
 from kvbm.child.child import end_of_channel
@@ -47,8 +47,9 @@ STOP_TIMEOUT_S = 2.5
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
 LAST_S = 1.0
 READY = "ready"
-STOP = "stop"
 NO_METRICS = "the answer has no metrics"
+Result = TypeVar("Result")
+Fetched = tuple[MetricsPage | None, str]  # a page, or why there is none
 
 
 class Sampler:
@@ -159,16 +160,6 @@ class ScrapeTask:
     ca_file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FetchedPage:
-    """`round` is the sample for which it was fetched: an answer that is too late is ignored."""
-
-    round: int
-    name: str
-    page: MetricsPage | None
-    error: str
-
-
 class Scraper:
     """Owns the file and the threads of the process."""
 
@@ -177,100 +168,72 @@ class Scraper:
         self._task = task
         self._channel = channel
         self._output = output
-        self._events: queue.SimpleQueue[FetchedPage | str] = queue.SimpleQueue()
         self._tree = None if task.pid is None else ProcessTree(task.pid)
         self._gpus = Gpus.open()
-        self._round = 0
-        self._is_stopping = False
 
     def run(self) -> None:
         """Sample until the channel is closed."""
         load_library()  # not in the time of the first sample
-        self._sample(self._task.interval_s + EXTRA_S)
+        interval_s = self._task.interval_s
+        self._sample(interval_s + EXTRA_S, Future())
         self._channel.send(READY)
-        threading.Thread(target=self._wait_for_stop, daemon=True).start()
+        stop = _in_thread(self._wait_for_stop)
         next_s = time.monotonic()
-        while not self._is_stopping:
-            missed = max(0.0, time.monotonic() - next_s) // self._task.interval_s
-            next_s += (1 + missed) * self._task.interval_s
-            self._wait_until(next_s)
-            if not self._is_stopping:
-                self._sample(self._task.interval_s + EXTRA_S)
-        self._sample(LAST_S)
+        while True:
+            missed = max(0.0, time.monotonic() - next_s) // interval_s
+            next_s += (1 + missed) * interval_s
+            if wait([stop], max(0.0, next_s - time.monotonic())).done:
+                break
+            self._sample(interval_s + EXTRA_S, stop)
+        self._sample(LAST_S, Future())
 
     def _wait_for_stop(self) -> None:
         with contextlib.suppress(ChannelClosed):
             self._channel.receive_one(str)
-        self._events.put(STOP)
 
-    def _wait_until(self, moment_s: float) -> None:
-        while not self._is_stopping and self._next_event(moment_s) is not None:
-            pass
-
-    def _sample(self, timeout_s: float) -> None:
-        """Write one line. Writes nothing if the run ends before the pages have arrived: a last sample follows."""
-        self._round += 1
+    def _sample(self, timeout_s: float, stop: Future[None]) -> None:
+        """Write one line. Writes nothing if `stop` comes before the pages have arrived: a last sample follows."""
         began_s, began_ns = time.monotonic(), time.perf_counter_ns()
-        was_stopping = self._is_stopping
-        for name, url in self._task.pages.items():
-            threading.Thread(target=self._fetch, args=(self._round, name, url, timeout_s), daemon=True).start()
+        fetches = {name: _in_thread(self._fetch, url, timeout_s) for name, url in self._task.pages.items()}
         usage = None if self._tree is None else self._tree.usage()
         gpu = self._gpus.sample(() if self._tree is None else self._tree.pids)
-        pages = self._arrived_pages(began_s + timeout_s + EXTRA_S / 10)
-        if self._is_stopping and not was_stopping:
-            return
-        line = self._line(pages, (began_ns - self._task.start_ns) / 1e6)
-        process = {} if usage is None else asdict(usage)
-        took_ms = (time.monotonic() - began_s) * 1e3
-        self._write({**SampleLine(**line, took_ms=took_ms, process=process, gpu=gpu).to_json()})
-
-    def _arrived_pages(self, deadline_s: float) -> dict[str, FetchedPage]:
-        arrived: dict[str, FetchedPage] = {}
-        was_stopping = self._is_stopping
-        while len(arrived) < len(self._task.pages) and self._is_stopping == was_stopping:
-            event = self._next_event(deadline_s)
-            if event is None:
-                break
-            if isinstance(event, FetchedPage) and event.round == self._round:
-                arrived[event.name] = event
-        return arrived
-
-    def _next_event(self, deadline_s: float) -> FetchedPage | str | None:
-        try:
-            event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except queue.Empty:
-            return None
-        self._is_stopping = self._is_stopping or event == STOP
-        return event
-
-    def _fetch(self, number: int, name: str, url: str, timeout_s: float) -> None:
-        answer = get_metrics(url, headers=self._task.headers, timeout_s=timeout_s, ca_file=self._task.ca_file)
-        page, error = None, answer.failure
-        if not answer.failure and not answer.is_ok:
-            error = f"HTTP {answer.status}: {answer.error()}"
-        elif not answer.failure:
-            page = MetricsPage.parse(answer.text(), NAMES)
-            error = "" if page.is_readable else NO_METRICS
-        self._events.put(FetchedPage(number, name, page, error))
-
-    def _line(self, arrived: dict[str, FetchedPage], t_ms: float) -> dict[str, Any]:
-        late = [FetchedPage(self._round, name, None, "no answer") for name in self._task.pages if name not in arrived]
-        pages = [arrived[name] for name in self._task.pages if name in arrived]
-        errors = [f"{found.name}: {found.error}" for found in (*pages, *late) if found.error]
-        series = {name: found for one in pages if one.page is not None for name, found in one.page.series.items()}
-        page = MetricsPage(series)
-        return {
-            "t_ms": t_ms,
-            "error": "; ".join(errors) or None,
-            "started_s": started_s(page),
-            "counters": read_counters(page),
-            "gauges": read_gauges(page),
-            "facts": read_facts(page),
-        }
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._output.write(json.dumps(line, allow_nan=False) + "\n")
+        missing: set[Future[Any]] = set(fetches.values())
+        while missing and (left_s := began_s + timeout_s + EXTRA_S / 10 - time.monotonic()) > 0:
+            missing -= wait([*missing, stop], left_s, return_when=FIRST_COMPLETED).done
+            if stop.done():
+                return
+        found = {name: one.result() if one.done() else (None, "no answer") for name, one in fetches.items()}
+        pages = [page for page, _ in found.values() if page is not None]
+        page = MetricsPage({name: series for one in pages for name, series in one.series.items()})
+        line = SampleLine(
+            t_ms=(began_ns - self._task.start_ns) / 1e6,
+            took_ms=(time.monotonic() - began_s) * 1e3,
+            error="; ".join(f"{name}: {error}" for name, (_, error) in found.items() if error) or None,
+            started_s=started_s(page),
+            counters=read_counters(page),
+            gauges=read_gauges(page),
+            facts=read_facts(page),
+            process={} if usage is None else asdict(usage),
+            gpu=gpu,
+        )
+        self._output.write(json.dumps(line.to_json(), allow_nan=False) + "\n")
         self._output.flush()
+
+    def _fetch(self, url: str, timeout_s: float) -> Fetched:
+        answer = get_metrics(url, headers=self._task.headers, timeout_s=timeout_s, ca_file=self._task.ca_file)
+        if answer.failure:
+            return None, answer.failure
+        if not answer.is_ok:
+            return None, f"HTTP {answer.status}: {answer.error()}"
+        page = MetricsPage.parse(answer.text(), NAMES)
+        return page, "" if page.is_readable else NO_METRICS
+
+
+def _in_thread(call: Callable[..., Result], *arguments: object) -> Future[Result]:
+    """Start a call in a thread of its own, which does not keep the process running."""
+    future: Future[Result] = Future()
+    threading.Thread(target=lambda: future.set_result(call(*arguments)), daemon=True).start()
+    return future
 
 
 def main() -> None:

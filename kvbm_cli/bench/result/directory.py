@@ -6,7 +6,7 @@
     runs.jsonl                 one line per run that has ended
     runs/<run>/                engine.log, server-metrics.jsonl
     summary.json, report.html  the result; `"complete": false` marks an interrupted experiment
-    limit.json, probes.jsonl   of `--find-limit`, in place of summary.json and runs.jsonl
+    limit.json, probes.jsonl   of `--find-limit`, in place of summary.json, report.html and runs.jsonl
     .lock                      locked by the command that measures
 
 The name of a cell is its workload, with the pressure if there is one; the name of a run is <cell>.<pair>.<arm>.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,14 +59,12 @@ class BenchDirectory:
     def create(cls, path: Path | None) -> BenchDirectory:
         """Create the directory; without `path` it is named after the time. UsageError if it is not empty."""
         path = path or _named_after_now(DEFAULT_PARENT)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
                 hint = f"`--resume {shlex.quote(str(path))}` continues it" if (path / PLAN).exists() else None
                 raise UsageError(f"`--output {path}` is not empty: name a new or empty directory", hint=hint)
-            return cls(path)
-        except OSError as error:
-            raise cannot_write(path, error) from None
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> BenchDirectory:
@@ -89,10 +88,6 @@ class BenchDirectory:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"{self.path} is used by another `kvbm bench` that is still running") from None
-
-    def samples(self, run: str) -> list[dict[str, Any]]:
-        """Return the lines of the run's server-metrics.jsonl; none if the engine was not sampled."""
-        return list(self.lines(f"runs/{run}/{SERVER_METRICS}"))
 
     def run(self, name: str) -> Path:
         return _made(self.path / "runs" / name)
@@ -200,8 +195,13 @@ def _made(path: Path) -> Path:
     return path
 
 
-def cannot_write(path: Path, error: OSError) -> EnvironmentProblem:
-    return EnvironmentProblem(f"cannot write to {path}: {reason_of(error)}")
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise EnvironmentProblem for what the file system refuses while files below `path` are written."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write to {path}: {reason_of(error)}") from None
 
 
 def _named_after_now(parent: Path) -> Path:

@@ -205,6 +205,11 @@ class CellResult:
     def name(self) -> str:
         return str(self.definition["name"])
 
+    @property
+    def kind(self) -> str:
+        """Of the workload. The file of a `trace` fixes its times."""
+        return str(self.definition["workload"]["kind"])
+
     def of_arm(self, arm: str) -> tuple[Measurement, ...]:
         return tuple(run for run in self.runs if run.arm == arm)
 

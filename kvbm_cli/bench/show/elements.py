@@ -1,7 +1,7 @@
 """Templates that escape their values: only `Markup` enters the page unescaped.
 
 Templates format numbers for people by filters. Each takes `None`, or a key that an older summary lacks, for an unknown
-value and returns `None` for it. Charts get distributions, rates of counters, and fewer points with the same outline.
+value and returns `None` for it. Charts get distributions, and fewer points with the same outline.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ THIN = "\u202f"  # narrow space that does not break
 Point = tuple[float, float]
 Formats = tuple[Callable[..., Any], ...]
 ECDF_POINTS = 300
-RATE_POINTS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,35 +203,6 @@ def thinned(points: Sequence[Point], limit: int) -> list[Point]:
     parts = [points[start : start + length] for start in range(0, len(points), length)]
     ends = {end(part, key=itemgetter(1)) for part in parts for end in (min, max)}
     return sorted({points[0], *ends, points[-1]})
-
-
-def rates(samples: Sequence[dict[str, Any]], *path: str, limit: int = RATE_POINTS) -> list[tuple[float, float]]:
-    """(seconds since the start, increase per second until then) of a counter, over at most `limit` equal spans.
-
-    A counter that falls was restarted: that span counts as 0. Series appear on a page with their first event, so a
-    counter is 0 in the samples before, unless they have an `error`. Other samples without the counter are left out.
-    """
-    known = _known(samples, path)
-    step = max(1, -(-(len(known) - 1) // limit))
-    chosen = known[::step] + known[-1:] * bool((len(known) - 1) % step)
-    return [
-        (end, max(0.0, value - previous) / (end - start))
-        for (start, previous), (end, value) in pairwise(chosen)
-        if end > start
-    ]
-
-
-def _known(samples: Sequence[dict[str, Any]], path: Sequence[str]) -> list[Point]:
-    """(seconds, value) of a counter."""
-    times = [number(sample.get("t_ms")) for sample in samples]
-    values = [number(at(sample, *path)) for sample in samples]
-    first = next((index for index, value in enumerate(values) if value is not None), len(values))
-    filled = [
-        0.0 if index < first < len(values) and not samples[index].get("error") else value
-        for index, value in enumerate(values)
-    ]
-    pairs = zip(times, filled, strict=True)
-    return [(time / 1e3, value) for time, value in pairs if time is not None and value is not None]
 
 
 def median_interval(cell: dict[str, Any], arm: str) -> str | None:

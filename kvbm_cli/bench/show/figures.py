@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results, percentile
 from kvbm_cli.bench.show.elements import ReportTable, count, decimal, distribution
 
@@ -34,25 +33,18 @@ class Figure:
 
     kind: str
     note: str
-    legends: Sequence[Legend]
+    legend: Legend
     data: dict[str, Any]
     table: ReportTable
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the page shows. `samples` has the lines of server-metrics.jsonl by run, of runs that have some."""
+    """All that the page shows. `notes` are those of the directory that `results` were read from."""
 
     summary: dict[str, Any]
     results: Results
-    samples: dict[str, list[dict[str, Any]]]
-    notes: list[str]
-
-    @classmethod
-    def of(cls, directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Report:
-        """`directory` is the one that `results` were read from. UsageError for samples that cannot be read."""
-        samples = {run.run: found for run in results.runs if (found := directory.samples(run.run))}
-        return cls(summary, results, samples, directory.notes)
+    notes: Sequence[str] = ()
 
     def cells(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.summary["cells"]
@@ -67,7 +59,6 @@ class Report:
 class CellView:
     """One cell of the summary with its answered requests, and the arms by which colours are chosen."""
 
-    report: Report
     cell: dict[str, Any]
     result: CellResult
     arms: list[str]
@@ -77,7 +68,7 @@ class CellView:
     def of(cls, report: Report, cell: dict[str, Any]) -> CellView:
         result = next(one for one in report.results.cells if one.name == cell["name"])
         own = [record for run in result.runs for record in run.records if record.is_ok and record.ttft_ms is not None]
-        return cls(report, cell, result, report.arms(), own)
+        return cls(cell, result, report.arms(), own)
 
     @property
     def primary(self) -> list[RequestRecord]:
@@ -103,10 +94,6 @@ class CellView:
 
 def arm_legend(view: CellView, arms: Iterable[str], shape: str = "line") -> Legend:
     return [(f"{shape} arm-{view.number_of(arm) % ARM_STYLES}", arm) for arm in arms]
-
-
-def source_legend(sources: Iterable[str]) -> Legend:
-    return [(f"tier-{source}", SOURCES[source]) for source in sources]
 
 
 def times(records: Iterable[RequestRecord]) -> list[float]:
@@ -135,7 +122,7 @@ def by_turn(view: CellView) -> Figure | None:
     return Figure(
         kind="turns",
         note=f"Median and quartiles of all {count(len(view.answered))} answered requests.",
-        legends=[arm_legend(view, found)],
+        legend=arm_legend(view, found),
         data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
         table=ReportTable(
             "Time to first token by turn, in ms",
@@ -173,7 +160,7 @@ def by_source(view: CellView) -> Figure | None:
         kind="sources",
         note="A request counts for the source of most of its prompt tokens. "
         "Box: quartiles and median; whiskers: 5% to 95%.",
-        legends=[arm_legend(view, groups, "box")],
+        legend=arm_legend(view, groups, "box"),
         data={
             "sources": [SOURCES[source].partition(",")[0] for source in sources],
             "arms": [
@@ -206,7 +193,7 @@ def ecdf(view: CellView) -> Figure | None:
     return Figure(
         kind="ecdf",
         note=f"Empirical distribution over {view.primary_name}. A line further left is faster.",
-        legends=[arm_legend(view, lines)],
+        legend=arm_legend(view, lines),
         data={
             "arms": [
                 {"arm": view.number_of(arm), "points": [[round(x, 2), round(y, 4)] for x, y in points]}

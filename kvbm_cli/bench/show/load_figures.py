@@ -7,30 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kvbm_cli.bench.result.results import TIERS, RequestRecord, percentile
-from kvbm_cli.bench.show.elements import (
-    ReportTable,
-    at,
-    count,
-    decimal,
-    interval,
-    number,
-    rates,
-    ratio,
-    thinned,
-    versus,
-)
-from kvbm_cli.bench.show.figures import (
-    ARM_STYLES,
-    SOURCES,
-    UNUSABLE,
-    CellView,
-    Figure,
-    Report,
-    arm_legend,
-    rounded,
-    source_legend,
-)
+from kvbm_cli.bench.result.results import RequestRecord, percentile
+from kvbm_cli.bench.show.elements import ReportTable, at, decimal, interval, number, ratio, thinned, versus
+from kvbm_cli.bench.show.figures import ARM_STYLES, UNUSABLE, CellView, Figure, Report, arm_legend, rounded
 
 PARTS = ("client late", "queue", "first token", "generation")
 TIMELINE_POINTS = 600
@@ -60,7 +39,7 @@ def ladder(report: Report) -> Figure | None:
         note="Geometric mean over pairs of equal requests, with its 95% interval; above 1 is faster. "
         "Pressure: working set over the capacity of G1."
         + (f" Not usable: pressure {', '.join(dict.fromkeys(unusable))}." if unusable else ""),
-        legends=[[(f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)]],
+        legend=[(f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)],
         data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
         table=ReportTable(
             "Speed-up of the time to first token by pressure",
@@ -102,7 +81,7 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
         kind="pareto",
         note=f"A point per load. To the right and down is better: more tokens per second, and a shorter median {name} "
         "of the phase that the result is about.",
-        legends=[[(f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)]],
+        legend=[(f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)],
         data={
             "x": unit,
             "y": f"{short} p50, ms",
@@ -153,7 +132,7 @@ def parts_of_time(view: CellView) -> Figure | None:
     return Figure(
         kind="parts",
         note=f"Mean over all answered requests.{queue}",
-        legends=[[(f"part-{PARTS.index(name)}", name) for name in names]],
+        legend=[(f"part-{PARTS.index(name)}", name) for name in names],
         data={"arms": list(rows), "parts": [PARTS.index(name) for name in names], "rows": list(rows.values())},
         table=ReportTable(
             "Where the time of a request goes, mean in ms",
@@ -179,38 +158,23 @@ def _parts(view: CellView, arm: str, points: Sequence[RequestRecord]) -> list[fl
 
 
 def timeline(view: CellView) -> Figure | None:
-    """TTFT over the time of one pair, with the sources of prompt tokens and the evictions of one arm below."""
+    """TTFT over the time of one pair."""
     pair = min(point.pair for point in view.answered)
     own = view.by_arm(point for point in view.answered if point.pair == pair)
     points = {arm: _launches(found) for arm, found in own.items()}
     if not any(points.values()):
         return None
-    arm = _arm_with_samples(view, pair, list(own))
-    server = None if arm is None else _server(view.report.samples[_run_of(view, pair, arm)])
-    sources = [tier for tier in TIERS if server and _has_events(server["tokens"][tier])]
-    title = "Time to first token over the run, in ms"
-    note = f"Pair {pair}; one mark per request."
-    if server is not None:
-        shown = ["prompt tokens by source"] * bool(sources) + ["evictions"] * _has_events(server["evictions"])
-        title += f", with the server's {' and '.join(shown)} per second" if shown else ""
-        note += f" Counters of arm {arm}."
-        note += " There were no evictions." if server["evictions"] and "evictions" not in shown else ""
-    has_evictions = server is not None and _has_events(server["evictions"])
-    evictions = [("line evictions", "evictions")] if has_evictions else []
     return Figure(
         kind="timeline",
-        note=note,
-        legends=[one for one in (arm_legend(view, points, "mark"), source_legend(sources), evictions) if one],
+        note=f"Pair {pair}; one mark per request. The table has medians.",
+        legend=arm_legend(view, points, "mark"),
         data={
             "arms": [
                 {"arm": view.number_of(name), "points": [rounded(point) for point in thinned(found, TIMELINE_POINTS)]}
                 for name, found in points.items()
-            ],
-            "sources": sources,
-            "server": server,
-            "has_evictions": has_evictions,
+            ]
         },
-        table=_timeline_table(title, points, arm, server),
+        table=ReportTable("Time to first token over the run, in ms", ("Time", *points), _medians(points)),
     )
 
 
@@ -219,49 +183,12 @@ def _launches(points: Sequence[RequestRecord]) -> list[tuple[float, float]]:
     return sorted(known)
 
 
-def _run_of(view: CellView, pair: int, arm: str) -> str:
-    return next(p.run for p in view.answered if p.pair == pair and p.arm == arm)
-
-
-def _arm_with_samples(view: CellView, pair: int, arms: list[str]) -> str | None:
-    """Return the arm under test, or the first that has samples of its server."""
-    with_samples = [arm for arm in arms if _run_of(view, pair, arm) in view.report.samples]
-    tested = [arm for arm in with_samples if at(view.report.summary["arms"], arm, "kind") in ("kvbm", "profile")]
-    return next(iter([*tested, *with_samples]), None)
-
-
-def _server(samples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    tokens = {tier: [rounded(point) for point in rates(samples, "prompt_tokens", tier)] for tier in TIERS}
-    evictions = [rounded(point) for point in rates(samples, "evictions")]
-    if not evictions and not any(tokens.values()):
-        return None
-    return {"tokens": tokens, "evictions": evictions}
-
-
-def _has_events(line: Sequence[Sequence[float]]) -> bool:
-    return any(rate for _, rate in line)
-
-
-def _timeline_table(
-    title: str, points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
-) -> ReportTable:
-    """Medians in ten equal parts of the time."""
-    end = max(x for found in points.values() for x, _ in found)
-    width = end / 10 or 1.0
-    tokens = server["tokens"] if server else {}
-    tiers = [tier for tier in TIERS if tokens.get(tier)]
-    rows = []
+def _medians(points: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[str | None, ...]]:
+    """Return a row for each of ten equal parts of the time."""
+    width = max(x for found in points.values() for x, _ in found) / 10 or 1.0
+    rows: list[tuple[str | None, ...]] = []
     for part in range(10):
-        own = {a: [y for x, y in found if part == min(9, int(x / width))] for a, found in points.items()}
-        medians = [decimal(percentile(values, 50)) if values else None for values in own.values()]
-        means = [_mean_between(tokens[tier], part * width, (part + 1) * width) for tier in tiers]
-        rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians, *map(count, means)))
-    heads = [f"{name}, median ms" for name in points]
-    return ReportTable(
-        title, ("Time", *heads, *(f"{arm}, {SOURCES[t].partition(',')[0]} tokens/s" for t in tiers)), rows
-    )
-
-
-def _mean_between(line: Sequence[Sequence[float]], start: float, end: float) -> float | None:
-    own = [rate for time, rate in line if start < time <= end]
-    return sum(own) / len(own) if own else None
+        own = [[y for x, y in found if part == min(9, int(x / width))] for found in points.values()]
+        medians = (decimal(percentile(values, 50)) if values else None for values in own)
+        rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians))
+    return rows

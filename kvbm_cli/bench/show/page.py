@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,15 @@ def page(report: Report) -> str:
     compared = versus(summary["compared"]) if summary.get("compared") else None
     profile = string(at(summary, "profile", "name"))
     badge = VERDICTS[summary["verdict"]]
-    return document(
+    scripts, style = page_files()
+    return render(
         "bench/show/report.html.j2",
-        f"{badge}: {compared or profile or 'benchmark'} - kvbm bench",
-        report.arms(),
+        title=f"{badge}: {compared or profile or 'benchmark'} - kvbm bench",
+        policy=policy(scripts, style),
+        style=style,
+        scripts=scripts,
+        arms=report.arms(),
+        without_scripts=WITHOUT_SCRIPTS,
         summary=summary,
         badge=badge,
         details=[
@@ -71,21 +75,6 @@ def page(report: Report) -> str:
 def _figures(view: CellView) -> list[Figure]:
     makers = (by_turn, by_source, ecdf, parts_of_time, timeline) if view.answered else ()
     return [figure for make in makers if (figure := make(view)) is not None]
-
-
-def document(template: str, title: str, arms: Sequence[str], **values: Any) -> str:
-    """Return the page of a template. The colours of `arms` follow from their order."""
-    scripts, style = page_files()
-    return render(
-        template,
-        title=title,
-        policy=policy(scripts, style),
-        style=style,
-        scripts=scripts,
-        arms=list(arms),
-        without_scripts=WITHOUT_SCRIPTS,
-        **values,
-    )
 
 
 def page_files() -> tuple[list[str], str]:
@@ -117,7 +106,7 @@ def _hash(content: str) -> str:
 
 def build_report(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Path:
     """Write report.html atomically and return its path. EnvironmentProblem if it cannot be written."""
-    return write_page(directory.path / FILE_NAME, page(Report.of(directory, results, summary)))
+    return write_page(directory.path / FILE_NAME, page(Report(summary, results, directory.notes)))
 
 
 def write_page(path: Path, content: str) -> Path:

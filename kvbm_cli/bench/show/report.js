@@ -13,7 +13,6 @@
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
   const armColour = (arm) => colour(`arm-${arm % 6}`);
-  const tiers = { g1: "G1", g2: "G2", g3: "G3", g4: "G4", computed: "computed" };
   const PARTS = ["client late", "queue", "first token", "generation"];
 
   const digits = (value) => {
@@ -136,41 +135,17 @@
         })),
       });
     },
-    timeline(chart, box) {
-      const end = Math.max(...chart.arms.flatMap((arm) => arm.points.map((p) => p[0])), ...chart.sources.flatMap((tier) => chart.server.tokens[tier].map((p) => p[0])));
-      const values = chart.arms.flatMap((arm) => arm.points.map((p) => p[1]));
-      const scatter = chart.arms.map((arm) => ({
-        type: "scatter", name: data.arms[arm.arm], data: arm.points.map((p) => [p[0], log(p[1])]), symbol: SYMBOLS[arm.arm % 6],
-        symbolSize: values.length > 900 ? 4 : 6, itemStyle: { color: armColour(arm.arm), opacity: 0.75 },
-        tooltip: { formatter: (at) => rows(at.seriesName, [["launched at", `${digits(at.value[0])} s`], ["first token after", `${digits(10 ** at.value[1])} ms`]]) },
-      }));
-      const hasTokens = chart.sources.length > 0, hasEvictions = chart.has_evictions;
-      const panels = 1 + hasTokens + hasEvictions;
-      const room = box.clientHeight - 46 - 32 * panels - 8 * (panels - 1);
-      const shares = [0.5, hasTokens ? 0.3 : 0, hasEvictions ? 0.2 : 0];
-      const whole = shares.reduce((sum, share) => sum + share);
-      const grids = [];
-      let top = 32;
-      shares.forEach((share) => {
-        if (!share) return;
-        const height = (room * share) / whole;
-        grids.push({ left: 52, right: 20, top, height, outerBoundsMode: "none" });
-        top += height + 40;
+    timeline(chart) {
+      const times = chart.arms.flatMap((arm) => arm.points.map((p) => p[0])), values = chart.arms.flatMap((arm) => arm.points.map((p) => p[1]));
+      return base({
+        xAxis: across("value", "seconds since the start of the run", { min: 0, max: Math.ceil(Math.max(...times)), axisLabel: { color: colour("muted"), showMaxLabel: false } }),
+        yAxis: logAxis(upwards, "TTFT, ms", values),
+        tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => rows(at.seriesName, [["launched at", `${digits(at.value[0])} s`], ["first token after", `${digits(10 ** at.value[1])} ms`]]) },
+        series: chart.arms.map((arm) => ({
+          type: "scatter", name: data.arms[arm.arm], data: arm.points.map((p) => [p[0], log(p[1])]), symbol: SYMBOLS[arm.arm % 6],
+          symbolSize: values.length > 900 ? 4 : 6, itemStyle: { color: armColour(arm.arm), opacity: 0.75 },
+        })),
       });
-      const times = grids.map((_, i) => across("value", i === grids.length - 1 ? "seconds since the start of the run" : "", { gridIndex: i, min: 0, max: Math.ceil(end), axisLabel: { show: i === grids.length - 1, color: colour("muted"), showMaxLabel: false } }));
-      const ys = [logAxis(upwards, "TTFT, ms", values)];
-      const series = [...scatter];
-      if (hasTokens) {
-        ys.push(upwards("value", "prompt tokens per second", { gridIndex: 1, splitNumber: 3, axisLabel: { color: colour("muted"), formatter: tick } }));
-        for (const tier of chart.sources)
-          series.push({ type: "line", name: tiers[tier], stack: "tokens", xAxisIndex: 1, yAxisIndex: 1, data: chart.server.tokens[tier], symbol: "none", step: "start", lineStyle: { width: 0 }, areaStyle: { color: colour(tier), opacity: 1 }, itemStyle: { color: colour(tier) } });
-      }
-      if (hasEvictions) {
-        const at = grids.length - 1;
-        ys.push(upwards("value", "evictions per second", { gridIndex: at, splitNumber: 2, axisLabel: { color: colour("muted"), formatter: tick } }));
-        series.push({ type: "line", name: "evictions", xAxisIndex: at, yAxisIndex: at, data: chart.server.evictions, symbol: "none", step: "start", lineStyle: { color: colour("evictions"), width: 1.5 }, itemStyle: { color: colour("evictions") } });
-      }
-      return base({ grid: grids, xAxis: times, yAxis: ys.map((y, i) => ({ ...y, gridIndex: i })), series, tooltip: { ...base({}).tooltip, trigger: "item" } });
     },
     ladder(chart) {
       const pressures = chart.lines.flatMap((line) => line.points.map((p) => p[0]));
@@ -192,18 +167,6 @@
         yAxis: logAxis(upwards, chart.y, ys),
         tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => rows(at.seriesName, [[chart.x, digits(at.value[0])], [chart.y.replace(", ms", ""), `${digits(10 ** at.value[1])} ms`]]) },
         series: chart.lines.map((line) => ({ type: "line", name: data.arms[line.arm], data: line.points.map((p) => [p[0], log(p[1])]), lineStyle: lineStyle(line.arm), itemStyle: { color: armColour(line.arm) }, symbol: SYMBOLS[line.arm % 6], symbolSize: 7 })),
-      });
-    },
-    limit(chart) {
-      const rates = chart.lines.flatMap((line) => line.points.map((p) => p[0]));
-      const series = chart.lines.map((line) => ({ type: "scatter", name: data.arms[line.arm], data: line.points.map((p) => [log(p[0]), p[1]]), itemStyle: { color: armColour(line.arm), opacity: 0.75 }, symbol: SYMBOLS[line.arm % 6], symbolSize: 9 }));
-      series[0].markLine = { silent: true, symbol: "none", label: { show: false }, lineStyle: { color: colour("muted"), type: "solid" }, data: [{ yAxis: chart.allowed }] };
-      const percent = (share) => `${Math.round(share * 1000) / 10}%`;
-      return base({
-        xAxis: logAxis(across, "requests per second", rates),
-        yAxis: upwards("value", "share over the limit", { min: 0, max: 1, interval: 0.25, axisLabel: { color: colour("muted"), formatter: percent } }),
-        tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => rows(at.seriesName, [["requests per second", digits(10 ** at.value[0])], ["over the limit", percent(at.value[1])]]) },
-        series,
       });
     },
     parts(chart, box) {

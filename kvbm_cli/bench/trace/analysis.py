@@ -9,12 +9,13 @@ session hold what each turn adds, the answer stays in the cache after its reques
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from kvbm_cli.bench.result.results import percentile
 from kvbm_cli.bench.trace.hit_rates import HitCurve, PrefixTree, Simulation, TimedUse, Use, hit_curve
@@ -33,79 +34,83 @@ LONGEST_PREFIX_TABLE = 5
 REPORT_EVERY = 1000
 NEARLY_ALL = 0.9
 PLAUSIBLE_PER_S = 100  # public traces have 0.01 to 30 requests per second
+SHARES = (0.5, 0.8, 0.9, 0.95, 1.0)
+CURVE_POINTS = 64
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens per request, or seconds per pause."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Lengths:
-        p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
-        return cls(sum(values) / len(values), p50, p90, p99, max(values))
-
-
-@dataclass(frozen=True, slots=True)
-class CommonPrefix:
-    """The longest prefix that `requests` requests have in common."""
-
-    tokens: int
-    requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class TraceAnalysis:
-    """Numbers of a trace. `answer` is None if no request has a length of its answer, `pauses` if none has a `delay`,
-    `duration_s` without timestamps."""
-
-    form: TraceFormat
-    requests: int
-    text_requests: int
-    requests_without_ids: int
-    sessions: int
-    largest_turn: int
-    duration_s: float | None
-    prompt: Lengths
-    answer: Lengths | None
-    pauses: Lengths | None
-    unique_blocks: int
-    unique_tokens: int
-    block_uses: int
-    repeated_block_uses: int
-    shared: tuple[CommonPrefix, ...]
-    curve: HitCurve
-    ignored: Mapping[str, int]
-    skips: Sequence[str] = ()
-    evictions: EvictionCurves | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionCurves:
-    """Simulated hit rates, of blocks: `rates[policy][i]` with `capacities[i]` blocks.
-
-    `nearly_all[policy]` is the least capacity with NEARLY_ALL of the hits of an unlimited cache.
-    """
-
-    capacities: tuple[int, ...]
-    rates: Mapping[str, Sequence[float]]
-    nearly_all: Mapping[str, int]
-
-
 def analyse(
-    path: Path, form: TraceFormat, *, policies: Sequence[str] = (), report: Report = lambda phase: None
-) -> TraceAnalysis:
-    """Read the file once, then compute. `policies` are simulated. `report` is called with what is being done."""
+    path: Path,
+    form: TraceFormat,
+    *,
+    policies: Sequence[str] = (),
+    bytes_per_token: int | None = None,
+    report: Report = lambda phase: None,
+) -> dict[str, Any]:
+    """Return the numbers of a trace as JSON data, not rounded. The file is read once.
+
+    `policies` are simulated if anything repeats. `answer_tokens` is None if no request has a length of its answer,
+    `pauses_s` if none has a `delay`, `duration_s` without timestamps. Capacities are in tokens, blocks and, if the
+    bytes of a token are known, bytes. `report` is called with what is being done.
+    """
     reader = TraceReader(path, form)
     trace = collect(reader, report=report)
-    found = replace(trace.analysis(reader.ignored, report), skips=tuple(reader.skips()))
-    return replace(found, evictions=trace.evictions(policies, report)) if policies and found.curve.ideal else found
+    tree, requests, block_tokens = trace.tree, trace.sessions.request_count, reader.form.block_tokens
+    uses = [one.use for one in trace.timed_uses()]
+    counts = tree.use_counts(use.prompt for use in uses)
+    unique_blocks, block_uses = sum(count > 0 for count in counts[1:]), sum(counts[1:])
+    duration_s = (max(trace.launches) - min(trace.launches)) / 1000 if trace.launches else None
+    curve = hit_curve(tree, uses, report=lambda done: report(f"computing hit rates, {done} of {len(uses)} requests"))
+
+    def capacity(tokens: int) -> dict[str, int | None]:
+        size = tokens * bytes_per_token if bytes_per_token else None
+        return {"tokens": tokens, "blocks": math.ceil(tokens / block_tokens), "bytes": size}
+
+    def at(tokens: int) -> dict[str, Any]:
+        return {"hit_rate": curve.hit_rate(tokens), **capacity(tokens)}
+
+    shares = [(share, tokens) for share in SHARES if (tokens := curve.capacity_for(share))]
+    return {
+        "file": path.name,
+        "requests": requests,
+        "sessions": trace.sessions.session_count,
+        "largest_turn": trace.largest_turn,
+        "duration_s": duration_s,
+        "requests_per_s": requests / duration_s if duration_s else None,
+        "prompt_tokens": _lengths([tree.depth_tokens[use.prompt] for use in uses]),
+        "answer_tokens": _lengths(trace.answers),
+        "pauses_s": _lengths(trace.pauses_s),
+        "block_tokens": block_tokens,
+        "bytes_per_token": bytes_per_token,
+        "unique_blocks": unique_blocks,
+        "unique_tokens": sum(tree.tokens),
+        "block_uses": block_uses,
+        "repeated_block_uses": block_uses - unique_blocks,
+        "shared_prefixes": _most_shared(tree, counts),
+        "ideal_hit_rate": curve.ideal,
+        "capacity_for_share_of_ideal": [{"share": share, **at(tokens)} for share, tokens in shares],
+        "curve": [at(tokens) for tokens in _capacities(curve, block_tokens)],
+        "evictions": trace.evictions(policies, capacity, report) if policies and curve.ideal else [],
+        "notes": _notes(reader, trace, duration_s),
+    }
+
+
+def _lengths(values: Sequence[float]) -> dict[str, float] | None:
+    """Of tokens per request, or of seconds per pause."""
+    if not values:
+        return None
+    p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
+    return {"mean": sum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "max": max(values)}
+
+
+def _capacities(curve: HitCurve, block_tokens: int) -> list[int]:
+    """Capacities in tokens, evenly spaced on a logarithmic axis from one block to all that a hit needs."""
+    if not curve.distances:
+        return []
+    last = curve.distances[-1]
+    first = min(block_tokens, last)
+    step = math.log(last / first) / (CURVE_POINTS - 1)
+    return sorted({*(round(first * math.exp(step * number)) for number in range(CURVE_POINTS - 1)), last})
 
 
 def collect(reader: TraceReader, *, report: Report = lambda phase: None) -> CollectedTrace:
@@ -175,45 +180,33 @@ class CollectedTrace:
         order = sorted(range(len(self.uses)), key=self.use_launches.__getitem__)
         return [TimedUse(self.use_launches[index] / 1000, self.uses[index]) for index in order]
 
-    def evictions(self, policies: Sequence[str], report: Report) -> EvictionCurves:
-        """Simulate caches with these evictions. The trace has hits."""
+    def evictions(
+        self, policies: Sequence[str], capacity: Callable[[int], dict[str, int | None]], report: Report
+    ) -> list[dict[str, Any]]:
+        """Simulate caches with these evictions: hit rates of blocks. The trace has hits.
+
+        `capacity_for_share_of_hits` is the least one with NEARLY_ALL of the hits of an unlimited cache. `capacity`
+        takes tokens.
+        """
         simulation = Simulation(self.tree, self.timed_uses(), report=report)
         capacities = simulation.capacities()
-        rates = simulation.rates(policies, capacities)
-        nearly_all = {
-            policy: simulation.capacity_for(NEARLY_ALL * found[-1], policy, capacities, found)
-            for policy, found in rates.items()
-        }
-        return EvictionCurves(capacities, rates, nearly_all)
 
-    def analysis(self, ignored: Counter[str], report: Report) -> TraceAnalysis:
-        tree = self.tree
-        uses = [one.use for one in self.timed_uses()]
-        counts = tree.use_counts(use.prompt for use in uses)
-        prompt_nodes = sum(count > 0 for count in counts[1:])
-        block_uses = sum(counts[1:])
-        curve = hit_curve(
-            tree, uses, report=lambda done: report(f"computing hit rates, {done} of {len(uses)} requests")
-        )
-        return TraceAnalysis(
-            form=self.form,
-            requests=self.sessions.request_count,
-            text_requests=self.text_requests,
-            requests_without_ids=self.requests_without_ids,
-            sessions=self.sessions.session_count,
-            largest_turn=self.largest_turn,
-            duration_s=(max(self.launches) - min(self.launches)) / 1000 if self.launches else None,
-            prompt=Lengths.of([tree.depth_tokens[use.prompt] for use in uses]),
-            answer=Lengths.of(self.answers) if self.answers else None,
-            pauses=Lengths.of(self.pauses_s) if self.pauses_s else None,
-            unique_blocks=prompt_nodes,
-            unique_tokens=sum(tree.tokens),
-            block_uses=block_uses,
-            repeated_block_uses=block_uses - prompt_nodes,
-            shared=_most_shared(tree, counts),
-            curve=curve,
-            ignored=dict(ignored),
-        )
+        def of_blocks(blocks: int) -> dict[str, int | None]:
+            return capacity(blocks * self.form.block_tokens)
+
+        return [
+            {
+                "policy": policy,
+                "share_of_hits": NEARLY_ALL,
+                "capacity_for_share_of_hits": of_blocks(
+                    simulation.capacity_for(NEARLY_ALL * rates[-1], policy, capacities, rates)
+                ),
+                "curve": [
+                    {"hit_rate": rate, **of_blocks(blocks)} for blocks, rate in zip(capacities, rates, strict=True)
+                ],
+            }
+            for policy, rates in simulation.rates(policies, capacities).items()
+        ]
 
 
 def _piece_ids(text: str, characters: int) -> Iterator[int]:
@@ -222,15 +215,15 @@ def _piece_ids(text: str, characters: int) -> Iterator[int]:
         yield int.from_bytes(blake2b(piece, digest_size=8).digest(), "big")
 
 
-def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[CommonPrefix, ...]:
-    """Return the prefixes of most requests. A prefix counts only at its full length, where fewer requests continue
-    it."""
+def _most_shared(tree: PrefixTree, counts: array[int]) -> list[dict[str, int]]:
+    """Return the longest prefixes that most requests have in common: a prefix counts only at its full length, where
+    fewer requests continue it."""
     continued = array("q", bytes(8 * len(tree)))
     for node in range(1, len(tree)):
         continued[tree.parent[node]] = max(continued[tree.parent[node]], counts[node])
     ends = [node for node in range(1, len(tree)) if 1 < counts[node] > continued[node]]
     ends.sort(key=lambda node: (-counts[node], -tree.depth_tokens[node]))
-    return tuple(CommonPrefix(tree.depth_tokens[node], counts[node]) for node in ends[:LONGEST_PREFIX_TABLE])
+    return [{"tokens": tree.depth_tokens[node], "requests": counts[node]} for node in ends[:LONGEST_PREFIX_TABLE]]
 
 
 def rate_doubt(requests: int, duration_s: float | None) -> str | None:
@@ -240,26 +233,22 @@ def rate_doubt(requests: int, duration_s: float | None) -> str | None:
     return f"{requests / duration_s:,.0f} requests per second: are these seconds?"
 
 
-def has_sessions(analysis: TraceAnalysis) -> bool:
-    return analysis.largest_turn > 1
-
-
-def notes(analysis: TraceAnalysis) -> list[str]:
+def _notes(reader: TraceReader, trace: CollectedTrace, duration_s: float | None) -> list[str]:
     """Return what a reader of the numbers must know about this trace."""
-    found = [*analysis.skips]
-    if (doubt := rate_doubt(analysis.requests, analysis.duration_s)) is not None:
+    found = reader.skips()
+    if (doubt := rate_doubt(trace.sessions.request_count, duration_s)) is not None:
         found.append(f"{doubt} `--time-scale 1000` is for seconds")
-    found += [f"the field `{name}` of {count:,} lines is ignored" for name, count in sorted(analysis.ignored.items())]
-    if analysis.text_requests:
+    found += [f"the field `{name}` of {count:,} lines is ignored" for name, count in sorted(reader.ignored.items())]
+    if trace.text_requests:
         found.append(
-            f"{analysis.text_requests:,} requests hold text: their tokens are estimated, "
+            f"{trace.text_requests:,} requests hold text: their tokens are estimated, "
             f"{CHARACTERS_PER_TOKEN} characters each"
         )
-    if analysis.requests_without_ids:
-        found.append(f"{analysis.requests_without_ids:,} requests have no hash ids; they count as content of their own")
-    if analysis.duration_s is None:
+    if trace.requests_without_ids:
+        found.append(f"{trace.requests_without_ids:,} requests have no hash ids; they count as content of their own")
+    if duration_s is None:
         found.append("the trace has no timestamps: the hit rates are for the order of the lines")
-    if has_sessions(analysis) and analysis.form.turns is Turns.ADDED:
+    if trace.largest_turn > 1 and trace.form.turns is Turns.ADDED:
         found.append("a line holds what its turn adds; `--turns whole` is for lines that hold whole prompts")
     return found
 

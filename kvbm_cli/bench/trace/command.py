@@ -1,14 +1,12 @@
 """`kvbm bench trace FILE`: what a trace consists of, and which capacity a cache needs for it. Starts no engine.
 
-The result is JSON data, or a page of at most 80 columns.
+The result is JSON data, or a page of it of at most 80 columns.
 """
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,7 @@ from kvbm.config.sizes import MAX_BYTES, format_size, parse_size
 from kvbm.core.shadow_caches import EVICTIONS
 from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
-from kvbm_cli.bench.trace.analysis import (
-    NEARLY_ALL,
-    EvictionCurves,
-    TraceAnalysis,
-    analyse,
-    has_sessions,
-    notes,
-)
+from kvbm_cli.bench.trace.analysis import analyse
 from kvbm_cli.bench.trace.request import TraceFormat, Turns, parse_columns
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.size.request import SizeRequest
@@ -31,8 +22,6 @@ from kvbm_cli.terminal.console import WIDTH, print_data, print_json, table
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 PROGRESS_AFTER_S = 2.0
-SHARES = (0.5, 0.8, 0.9, 0.95, 1.0)
-CURVE_POINTS = 64
 
 
 def trace(
@@ -49,11 +38,11 @@ def trace(
     `bytes_per_token` is a number or a size such as `128KiB`; `model` is as for `kvbm size`."""
     per_token = token_bytes(bytes_per_token, model)
     with ProgressDisplay("trace", delay_s=PROGRESS_AFTER_S) as progress:
-        analysis = analyse(file, form, policies=policies, report=progress.report)
+        data = analyse(file, form, policies=policies, bytes_per_token=per_token, report=progress.report)
     if as_json:
-        print_json(as_trace_data(analysis, file.name, bytes_per_token=per_token))
+        print_json(data)
     else:
-        print_data(shown_trace(analysis, file.name, bytes_per_token=per_token))
+        print_data(shown_trace(data))
     return 0
 
 
@@ -106,172 +95,90 @@ def token_bytes(given: str | None, model: str | None) -> int | None:
         raise UsageError(f"`--bytes-per-token` {error}", hint="for example `131072` or `128KiB`") from None
 
 
-def as_trace_data(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | None) -> dict[str, Any]:
-    """All numbers, not rounded. Capacities are in tokens, blocks and, if the bytes of a token are known, bytes."""
-    curve = analysis.curve
-    return {
-        "file": name,
-        "requests": analysis.requests,
-        "sessions": analysis.sessions,
-        "largest_turn": analysis.largest_turn,
-        "duration_s": analysis.duration_s,
-        "requests_per_s": _rate(analysis),
-        "prompt_tokens": asdict(analysis.prompt),
-        "answer_tokens": analysis.answer and asdict(analysis.answer),
-        "pauses_s": analysis.pauses and asdict(analysis.pauses),
-        "block_tokens": analysis.form.block_tokens,
-        "bytes_per_token": bytes_per_token,
-        "unique_blocks": analysis.unique_blocks,
-        "unique_tokens": analysis.unique_tokens,
-        "block_uses": analysis.block_uses,
-        "repeated_block_uses": analysis.repeated_block_uses,
-        "shared_prefixes": [asdict(one) for one in analysis.shared],
-        "ideal_hit_rate": curve.ideal,
-        "capacity_for_share_of_ideal": [
-            {"share": share, "hit_rate": rate, **_capacity(analysis, tokens, bytes_per_token)}
-            for share, rate, tokens in _shares(analysis)
-        ],
-        "curve": [
-            {"hit_rate": rate, **_capacity(analysis, tokens, bytes_per_token)} for rate, tokens in _points(analysis)
-        ],
-        "evictions": _evictions_data(analysis, bytes_per_token),
-        "notes": notes(analysis),
-    }
-
-
-def shown_trace(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | None) -> str:
-    parts = [_facts(analysis, name), _lengths(analysis), _sharing(analysis)]
-    if analysis.curve.ideal:
-        parts.append(_capacities(analysis, bytes_per_token))
-    if analysis.evictions is not None:
-        parts.append(_evictions(analysis, analysis.evictions, bytes_per_token))
-    if found := notes(analysis):
-        lines = (f"note: {one_line(note)}" for note in found)
+def shown_trace(data: Mapping[str, Any]) -> str:
+    """Return the page of an analysis."""
+    parts = [_facts(data), _lengths(data), _sharing(data)]
+    if data["capacity_for_share_of_ideal"]:
+        parts.append(_capacities(data))
+    if data["evictions"]:
+        parts.append(_evictions(data))
+    if data["notes"]:
+        lines = (f"note: {one_line(note)}" for note in data["notes"])
         parts.append([textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines])
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _facts(analysis: TraceAnalysis, name: str) -> list[str]:
-    line = f"{one_line(name)}: {analysis.requests:,} requests"
-    if analysis.duration_s is not None:
-        line += f" in {_duration(analysis.duration_s)}"
-        if (rate := _rate(analysis)) is not None:
+def _facts(data: Mapping[str, Any]) -> list[str]:
+    line = f"{one_line(data['file'])}: {data['requests']:,} requests"
+    if data["duration_s"] is not None:
+        line += f" in {_duration(data['duration_s'])}"
+        if (rate := data["requests_per_s"]) is not None:
             line += f", {rate:.3g} per second"
-    if not has_sessions(analysis):
+    if data["largest_turn"] == 1:
         return [line]
-    per_session = analysis.requests / analysis.sessions
+    per_session = data["requests"] / data["sessions"]
     return [
         line,
-        f"{analysis.sessions:,} sessions of {per_session:.1f} turns on average, {analysis.largest_turn:,} at most",
+        f"{data['sessions']:,} sessions of {per_session:.1f} turns on average, {data['largest_turn']:,} at most",
     ]
 
 
-def _lengths(analysis: TraceAnalysis) -> list[str]:
-    heads = ("mean", "p50", "p90", "p99", "max")
-    tokens = (("prompt", analysis.prompt), ("answer", analysis.answer))
-    rows = [(name, *(f"{one:,.0f}" for one in astuple(lengths))) for name, lengths in tokens if lengths is not None]
+def _lengths(data: Mapping[str, Any]) -> list[str]:
+    heads = tuple(data["prompt_tokens"])
+    tokens = (("prompt", data["prompt_tokens"]), ("answer", data["answer_tokens"]))
+    rows = [(name, *(f"{one:,.0f}" for one in lengths.values())) for name, lengths in tokens if lengths is not None]
     found = [_table([("tokens per request", *heads), *rows])]
-    if analysis.pauses is not None:
-        pauses = (f"{one:,.1f}" for one in astuple(analysis.pauses))
+    if data["pauses_s"] is not None:
+        pauses = (f"{one:,.1f}" for one in data["pauses_s"].values())
         found += ["", _table([("seconds between turns", *heads), ("pause", *pauses)])]
     return found
 
 
-def _sharing(analysis: TraceAnalysis) -> list[str]:
+def _sharing(data: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"{analysis.unique_blocks:,} different blocks of {analysis.form.block_tokens} tokens; "
-        f"{analysis.repeated_block_uses / analysis.block_uses:.1%} of {analysis.block_uses:,} block uses are repeats"
+        f"{data['unique_blocks']:,} different blocks of {data['block_tokens']} tokens; "
+        f"{data['repeated_block_uses'] / data['block_uses']:.1%} of {data['block_uses']:,} block uses are repeats"
     ]
-    if analysis.shared:
+    if data["shared_prefixes"]:
         lines.append("most common prefixes:")
-        lines += [f"  {one.tokens:,} tokens in {one.requests:,} requests" for one in analysis.shared]
-    lines += ["", f"ideal hit rate: {analysis.curve.ideal:.1%} of the prompt tokens, with a cache of unlimited size"]
+        lines += [f"  {one['tokens']:,} tokens in {one['requests']:,} requests" for one in data["shared_prefixes"]]
+    lines += ["", f"ideal hit rate: {data['ideal_hit_rate']:.1%} of the prompt tokens, with a cache of unlimited size"]
     return lines
 
 
-def _capacities(analysis: TraceAnalysis, bytes_per_token: int | None) -> list[str]:
-    rows = [("share of the ideal", "hit rate", "tokens", "blocks", *(["size"] if bytes_per_token else []))]
-    for share, rate, tokens in _shares(analysis):
-        sizes = [format_size(tokens * bytes_per_token)] if bytes_per_token else []
-        rows.append((f"{share:.0%}", f"{rate:.1%}", f"{tokens:,}", f"{_blocks(analysis, tokens):,}", *sizes))
-    return [_table(rows)]
-
-
-def _evictions(analysis: TraceAnalysis, curves: EvictionCurves, bytes_per_token: int | None) -> list[str]:
-    """Return the hit rates by eviction, and the capacity at which each has nearly all hits."""
-
-    def sizes(blocks: int) -> list[str]:
-        return [format_size(blocks * analysis.form.block_tokens * bytes_per_token)] if bytes_per_token else []
-
-    rows = [("blocks", *(["size"] if bytes_per_token else []), *curves.rates)]
-    for capacity, rates in zip(curves.capacities, zip(*curves.rates.values(), strict=True), strict=True):
-        rows.append((f"{capacity:,}", *sizes(capacity), *(f"{rate:.1%}" for rate in rates)))
-    return [
-        *("Simulated hit rates of blocks, by eviction", "", _table(rows), ""),
-        f"{NEARLY_ALL:.0%} of the hits of an unlimited cache require",
-        *(
-            f"  {blocks:,} blocks{''.join(f', {size},' for size in sizes(blocks))} with `{policy}`"
-            for policy, blocks in curves.nearly_all.items()
-        ),
+def _capacities(data: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (f"{one['share']:.0%}", f"{one['hit_rate']:.1%}", f"{one['tokens']:,}", f"{one['blocks']:,}", *_size(one))
+        for one in data["capacity_for_share_of_ideal"]
     ]
+    size = ["size"] if data["bytes_per_token"] else []
+    return [_table([("share of the ideal", "hit rate", "tokens", "blocks", *size), *rows])]
+
+
+def _evictions(data: Mapping[str, Any]) -> list[str]:
+    """Return the hit rates by eviction, and the capacity at which each has nearly all hits."""
+    evictions = data["evictions"]
+    heads = ["size"] if data["bytes_per_token"] else []
+    rows = [("blocks", *heads, *(one["policy"] for one in evictions))]
+    for points in zip(*(one["curve"] for one in evictions), strict=True):
+        rates = (f"{one['hit_rate']:.1%}" for one in points)
+        rows.append((f"{points[0]['blocks']:,}", *_size(points[0]), *rates))
+    lines = ["Simulated hit rates of blocks, by eviction", "", _table(rows), ""]
+    lines.append(f"{evictions[0]['share_of_hits']:.0%} of the hits of an unlimited cache require")
+    for one in evictions:
+        least = one["capacity_for_share_of_hits"]
+        size = "".join(f", {size}," for size in _size(least))
+        lines.append(f"  {least['blocks']:,} blocks{size} with `{one['policy']}`")
+    return lines
+
+
+def _size(capacity: Mapping[str, Any]) -> list[str]:
+    """Nothing if the bytes of a token are not known."""
+    return [] if capacity["bytes"] is None else [format_size(capacity["bytes"])]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     return table(rows, right=range(1, len(rows[0])))
-
-
-def _evictions_data(analysis: TraceAnalysis, bytes_per_token: int | None) -> list[dict[str, Any]]:
-    """Return one entry per simulated eviction; none for a trace in which nothing repeats."""
-    curves = analysis.evictions
-    if curves is None:
-        return []
-
-    def capacity(blocks: int) -> dict[str, int | None]:
-        return _capacity(analysis, blocks * analysis.form.block_tokens, bytes_per_token)
-
-    return [
-        {
-            "policy": policy,
-            "share_of_hits": NEARLY_ALL,
-            "capacity_for_share_of_hits": capacity(curves.nearly_all[policy]),
-            "curve": [
-                {"hit_rate": rate, **capacity(blocks)} for blocks, rate in zip(curves.capacities, rates, strict=True)
-            ],
-        }
-        for policy, rates in curves.rates.items()
-    ]
-
-
-def _shares(analysis: TraceAnalysis) -> list[tuple[float, float, int]]:
-    """Share of the ideal, hit rate and capacity in tokens; empty if nothing repeats."""
-    curve = analysis.curve
-    found = [(share, curve.capacity_for(share)) for share in SHARES]
-    return [(share, curve.hit_rate(tokens), tokens) for share, tokens in found if tokens]
-
-
-def _points(analysis: TraceAnalysis) -> list[tuple[float, int]]:
-    """Hit rate and capacity in tokens, evenly spaced on a logarithmic axis from one block to all that a hit needs."""
-    curve = analysis.curve
-    if not curve.distances:
-        return []
-    last = curve.distances[-1]
-    first = min(analysis.form.block_tokens, last)
-    step = math.log(last / first) / (CURVE_POINTS - 1)
-    capacities = sorted({*(round(first * math.exp(step * number)) for number in range(CURVE_POINTS - 1)), last})
-    return [(curve.hit_rate(tokens), tokens) for tokens in capacities]
-
-
-def _capacity(analysis: TraceAnalysis, tokens: int, bytes_per_token: int | None) -> dict[str, int | None]:
-    size = tokens * bytes_per_token if bytes_per_token else None
-    return {"tokens": tokens, "blocks": _blocks(analysis, tokens), "bytes": size}
-
-
-def _blocks(analysis: TraceAnalysis, tokens: int) -> int:
-    return math.ceil(tokens / analysis.form.block_tokens)
-
-
-def _rate(analysis: TraceAnalysis) -> float | None:
-    return analysis.requests / analysis.duration_s if analysis.duration_s else None
 
 
 def _duration(seconds: float) -> str:

@@ -20,13 +20,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 from kvbm.errors import ProfileError
-from kvbm.text.outside import shown, shown_json
+from kvbm.text.outside import shown
 from kvbm_cli.bench.trace.request import (
     INPUTS,
     MAX_LINE_BYTES,
@@ -36,6 +36,7 @@ from kvbm_cli.bench.trace.request import (
     Turns,
     estimated_tokens,
     json_object,
+    shown_value,
 )
 from kvbm_cli.bench.workload.files import AZURE, BURSTGPT, SESSION_LISTS, SHAREGPT
 
@@ -194,7 +195,7 @@ def _session(number: int, session: Mapping[str, Any], name: str, position: int) 
 def _number(number: int, values: Mapping[str, Any], name: str) -> float:
     value: Any = values.get(name)
     if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise ProfileError(f"{number}: `{name}` must be a number of seconds, not `{shown_json(value, 60)}`")
+        raise ProfileError(f"{number}: `{name}` must be a number of seconds, not {shown_value(value)}")
     return float(value)
 
 
@@ -220,7 +221,7 @@ def _message(number: int, message: object) -> tuple[str, str]:
         sender, text = message.get("from"), message.get("value")
         if isinstance(sender, str) and isinstance(text, str):
             return sender, text
-    raise ProfileError(f"{number}: a message must have the texts `from` and `value`, not `{shown_json(message, 60)}`")
+    raise ProfileError(f"{number}: a message must have the texts `from` and `value`, not {shown_value(message)}")
 
 
 def _objects(lines: TraceLines) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -239,7 +240,7 @@ def _objects(lines: TraceLines) -> Iterator[tuple[int, dict[str, Any]]]:
                 break  # it may continue in the next chunk
             number += 1
             if not isinstance(found, dict):
-                raise ProfileError(f"{number}: a conversation must be an object, not `{shown_json(found, 60)}`")
+                raise ProfileError(f"{number}: a conversation must be an object, not {shown_value(found)}")
             yield number, found
             start = _after_separators(text, end)
         text = text[start:]
@@ -293,7 +294,7 @@ def _turn(number: int, values: Mapping[str, Any]) -> dict[str, Any]:
 def _text(number: int, values: Mapping[str, Any]) -> str:
     texts = values.get("texts", [values.get("text")])
     if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts) or not "".join(texts):
-        raise ProfileError(f"{number}: a turn must have `text`, or a list of texts `texts`: `{shown_json(values, 60)}`")
+        raise ProfileError(f"{number}: a turn must have `text`, or a list of texts `texts`: {shown_value(values)}")
     return "".join(texts)
 
 
@@ -316,35 +317,11 @@ class _Lane:
     latest: _Call
 
 
-@dataclass(slots=True)
-class _Conversations:
-    lanes: dict[str, list[_Lane]] = field(default_factory=dict)
-    contexts: int = 0
-
-    def fields(self, call: _Call, name: str) -> dict[str, Any]:
-        lanes = self.lanes.setdefault(name, [])
-        lane = next((one for one in lanes if one.latest.end_ns <= call.start_ns), None)
-        delay = {}
-        if lane is None:
-            lane = _Lane(f"{name}/{len(lanes)}" if lanes else name, self._new_context(), call)
-            lanes.append(lane)
-        else:
-            delay = {"delay": (call.start_ns - lane.latest.end_ns) / 1e6}
-            if call.prompt_tokens < lane.latest.prompt_tokens + lane.latest.answer_tokens:
-                lane.first_block = self._new_context()
-            lane.latest = call
-        blocks = range(lane.first_block, lane.first_block + math.ceil(call.prompt_tokens / SPAN_BLOCK_TOKENS))
-        return {"session_id": lane.name, "hash_ids": list(blocks), **delay}
-
-    def _new_context(self) -> int:
-        self.contexts += 1
-        return self.contexts << SESSION_BITS
-
-
 def _model_calls(lines: TraceLines) -> Fields:
     """Yield the calls in the order of their starts. Reads the whole file first: a span is exported when it ends."""
     calls = sorted(_calls(lines), key=lambda call: call.start_ns)
-    conversations = _Conversations()
+    lanes: dict[str, list[_Lane]] = {}
+    contexts = count(1)
     for call in calls:
         fields: dict[str, Any] = {
             "timestamp": (call.start_ns - calls[0].start_ns) / 1e6,
@@ -352,8 +329,25 @@ def _model_calls(lines: TraceLines) -> Fields:
             "output_length": call.answer_tokens,
         }
         if call.conversation and call.prompt_tokens > 0 and call.answer_tokens > 0:  # others failed, and are skipped
-            fields |= conversations.fields(call, call.conversation)
+            fields |= _in_conversation(call, lanes.setdefault(call.conversation, []), contexts)
         yield call.line, fields
+
+
+def _in_conversation(call: _Call, lanes: list[_Lane], contexts: Iterator[int]) -> dict[str, Any]:
+    """Return the session, the blocks and the pause of a call, in the first lane of its conversation that is free."""
+    lane = next((one for one in lanes if one.latest.end_ns <= call.start_ns), None)
+    delay = {}
+    if lane is None:
+        name = f"{call.conversation}/{len(lanes)}" if lanes else f"{call.conversation}"
+        lane = _Lane(name, next(contexts) << SESSION_BITS, call)
+        lanes.append(lane)
+    else:
+        delay = {"delay": (call.start_ns - lane.latest.end_ns) / 1e6}
+        if call.prompt_tokens < lane.latest.prompt_tokens + lane.latest.answer_tokens:
+            lane.first_block = next(contexts) << SESSION_BITS
+        lane.latest = call
+    blocks = range(lane.first_block, lane.first_block + math.ceil(call.prompt_tokens / SPAN_BLOCK_TOKENS))
+    return {"session_id": lane.name, "hash_ids": list(blocks), **delay}
 
 
 def _calls(lines: TraceLines) -> Iterator[_Call]:
@@ -397,7 +391,7 @@ def _attributes(number: int, span: Mapping[str, Any]) -> dict[str, Any]:
 def _objects_in(number: int, values: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     found = values.get(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ProfileError(f"{number}: `{name}` must be a list of objects, not `{shown_json(found, 60)}`")
+        raise ProfileError(f"{number}: `{name}` must be a list of objects, not {shown_value(found)}")
     return found
 
 
@@ -406,4 +400,4 @@ def _whole(number: int, name: str, value: object) -> int:
         whole = int(value)
         if 0 <= whole < 1 << 63:
             return whole
-    raise ProfileError(f"{number}: `{name}` must be a whole number, not `{shown_json(value, 60)}`")
+    raise ProfileError(f"{number}: `{name}` must be a whole number, not {shown_value(value)}")

@@ -17,15 +17,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvbm.errors import ProfileError, UsageError
-from kvbm.text.outside import shown_json
-from kvbm.text.reading import parse_json
 from kvbm_cli.bench.trace.dialects import TraceDialect, dialect_of
-from kvbm_cli.bench.trace.request import FIELDS, INPUTS, TraceFormat, TraceLines, TraceRequest
+from kvbm_cli.bench.trace.request import (
+    FIELDS,
+    INPUTS,
+    TraceFormat,
+    TraceLines,
+    TraceRequest,
+    json_object,
+    shown_value,
+)
 
 MAX_TOKENS = 10_000_000
 MAX_MS = 1e13  # of a time stamp since 1970 in milliseconds, in the year 2286
 MAX_HASH_ID = 2**64 - 1
-MAX_SHOWN = 60
 
 
 def _are_objects(value: Any) -> bool:
@@ -105,12 +110,11 @@ class TraceReader:
             )
 
     def _values(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        if self._dialect is None:
-            for number, text in self.lines:
-                yield number, _parsed(text, f"{self.path}:{number}")
-            return
         try:
-            yield from self._dialect.read(self.lines)
+            if self._dialect is not None:
+                yield from self._dialect.read(self.lines)
+            else:
+                yield from ((number, json_object(number, line)) for number, line in self.lines)
         except ProfileError as error:
             if error.message.startswith(f"{self.path}"):  # the file itself cannot be read
                 raise
@@ -143,33 +147,6 @@ def _form_of(dialect: TraceDialect, form: TraceFormat) -> TraceFormat:
     return replace(form, block_tokens=dialect.block_tokens or form.block_tokens, turns=dialect.turns)
 
 
-def _parsed(text: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = parse_json(text.decode())
-    except UnicodeDecodeError as error:
-        raise ProfileError(
-            f"{where}: not UTF-8 text (byte {error.start + 1} of the line is 0x{text[error.start]:02x})"
-        ) from None
-    except json.JSONDecodeError as error:
-        near = _shown(error.doc[max(0, error.pos - 10) : error.pos + 20])
-        raise ProfileError(
-            f"{where}: not JSON: {error.msg[:1].lower()}{error.msg[1:]} in column {error.colno}, near {near}",
-            hint="a trace has one JSON object per line",
-        ) from None
-    except ValueError as error:
-        raise ProfileError(f"{where}: {error}") from None
-    if not isinstance(value, dict):
-        raise ProfileError(
-            f"{where}: a line must be a JSON object, not {_shown(value)}",
-            hint='for example `{"timestamp": 0, "input_length": 700, "output_length": 50, "hash_ids": [1, 2]}`',
-        )
-    return value
-
-
-def _shown(value: object) -> str:
-    return f"`{shown_json(value, MAX_SHOWN)}`"
-
-
 @dataclass(frozen=True, slots=True)
 class _Line:
     """The fields of one line and their checks."""
@@ -187,7 +164,7 @@ class _Line:
             )
 
     def _first_fields(self) -> str:
-        return ", ".join(_shown(name) for name in list(self.values)[:5])
+        return ", ".join(shown_value(name) for name in list(self.values)[:5])
 
     def _column_hint(self) -> str:
         column = "text_input=prompt" if isinstance(self.values.get("prompt"), str) else "input_length=NAME"
@@ -248,7 +225,7 @@ class _Line:
         if not is_right(value):
             parts = value if isinstance(value, list) and name in _LISTS else []
             wrong = next((one for one in parts if not is_right([one])), value)
-            self._refuse(f"`{self.form.name(name)}` must be {expected}, not {_shown(wrong)}")
+            self._refuse(f"`{self.form.name(name)}` must be {expected}, not {shown_value(wrong)}")
         if name in _WITH_TEXT:
             self._require_unicode(name, value)
         return value
@@ -260,7 +237,8 @@ class _Line:
         is_number = type(value) in (int, float)
         if not is_number or not 0 <= value <= most:
             self._refuse(
-                f"`{self.form.name(name)}` must be a number of milliseconds from 0 to {most:.3g}, not {_shown(value)}",
+                f"`{self.form.name(name)}` must be a number of milliseconds from 0 to {most:.3g}, "
+                f"not {shown_value(value)}",
                 hint="for microseconds, set the time scale to 0.001" if is_number else None,
             )
         return float(value) * self.form.time_scale

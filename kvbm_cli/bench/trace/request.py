@@ -25,6 +25,7 @@ from typing import Any, NoReturn, cast
 
 from kvbm.config.files import require_file
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
+from kvbm.text.outside import shown_json
 from kvbm.text.reading import LFS_POINTER, parse_json
 from kvbm_cli.bench.workload.files import other_format
 
@@ -40,6 +41,7 @@ HEAD_BYTES = 4096
 LONGEST_HEAD_BYTES = 64 << 10  # keys of a long line may come late
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 20
+MAX_SHOWN = 60
 CHARACTERS_PER_TOKEN = 4  # about, of English text
 SESSION_BITS = 40  # of a block's id, in formats whose ids are valid in one session: the others are for the session
 Fields = Iterator[tuple[int, dict[str, Any]]]
@@ -218,14 +220,32 @@ class TraceLines:
 
 
 def json_object(number: int, line: bytes) -> dict[str, Any]:
-    """Return the object of a line in a format of others. ProfileError, without the name of the file."""
+    """Return the object of a line. ProfileError, without the name of the file."""
     try:
-        found = parse_json(line)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ProfileError(f"{number}: a line must be a JSON object", hint="the file may be cut: copy it again")
-    return found
+        value = parse_json(line.decode())
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            f"{number}: not UTF-8 text (byte {error.start + 1} of the line is 0x{line[error.start]:02x})"
+        ) from None
+    except json.JSONDecodeError as error:
+        near = shown_value(error.doc[max(0, error.pos - 10) : error.pos + 20])
+        raise ProfileError(
+            f"{number}: not JSON: {error.msg[:1].lower()}{error.msg[1:]} in column {error.colno}, near {near}",
+            hint="a trace has one JSON object per line; if the file is cut, copy it again",
+        ) from None
+    except ValueError as error:
+        raise ProfileError(f"{number}: {error}") from None
+    if not isinstance(value, dict):
+        raise ProfileError(
+            f"{number}: a line must be a JSON object, not {shown_value(value)}",
+            hint='for example `{"timestamp": 0, "input_length": 700, "output_length": 50, "hash_ids": [1, 2]}`',
+        )
+    return value
+
+
+def shown_value(value: object) -> str:
+    """Return the beginning of a value of a trace, in backticks."""
+    return f"`{shown_json(value, MAX_SHOWN)}`"
 
 
 def estimated_tokens(text: str) -> int:

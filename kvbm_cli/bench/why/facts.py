@@ -37,11 +37,6 @@ class ArmFacts:
         total = self.prompt_token_count
         return None if total is None else sum(self.summary["prompt_tokens"].get(tier) or 0 for tier in tiers) / total
 
-    @property
-    def median_ms(self) -> float | None:
-        found: float | None = self.summary["ttft_ms"]["p50"]
-        return found
-
     def size(self, name: str) -> int | None:
         """Return a size of the engine, such as `g2_blocks`: the same in all runs."""
         return next((run["engine"][name] for run in self._servers if run["engine"].get(name)), None)
@@ -76,24 +71,6 @@ class CellFacts:
     @property
     def cell(self) -> CellResult:
         return self.compared.cell
-
-    @property
-    def workload(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.cell.definition["workload"]
-        return found
-
-    @property
-    def is_trace(self) -> bool:
-        """Whether the file of the workload fixes the times."""
-        return bool(self.workload["kind"] == "trace")
-
-    @property
-    def is_closed_loop(self) -> bool:
-        return self.cell.plan.is_closed_loop
-
-    @property
-    def working_set_tokens(self) -> int:
-        return self.cell.plan.working_set_tokens
 
     @property
     def block_size(self) -> int | None:

@@ -44,7 +44,7 @@ def lost_blocks(facts: CellFacts) -> list[Why]:
 
 def small_g2(facts: CellFacts) -> str | None:
     """Return a caveat on a run that paid although G2 does not hold its working set."""
-    needed, g2_tokens = facts.working_set_tokens, facts.g2_tokens
+    needed, g2_tokens = facts.cell.plan.working_set_tokens, facts.g2_tokens
     if g2_tokens is None or g2_tokens >= needed:
         return None
     return f"G2 holds {g2_tokens:,} tokens, less than the working set of {needed:,}"
@@ -68,7 +68,7 @@ def _saved(facts: CellFacts) -> str:
 
 
 def _g2_too_small(facts: CellFacts) -> tuple[int, Why] | None:
-    arm, needed, g2_tokens = facts.measured, facts.working_set_tokens, facts.g2_tokens
+    arm, needed, g2_tokens = facts.measured, facts.cell.plan.working_set_tokens, facts.g2_tokens
     evicted, copied = arm.counter("kvbm_evicted_blocks"), arm.counter("kvbm_offload_blocks_d2h")
     if g2_tokens is None or g2_tokens >= needed or not evicted or not copied:
         return None

@@ -1,19 +1,17 @@
 """Lists why kvbm did not pay, most likely first. A cause is reported only if its numbers are known and beyond a limit.
 
-invalid       the client or the load; why no block was loaded, if the verdict is about that
+invalid       the machine or the load; why no block was loaded, if the verdict is about that
 same, slower  first what makes the run useless, then what leaves nothing to gain, what lost the blocks, what made the
 inconclusive  loads slow; noise if there is no other cause; without any, one sentence with the main numbers
 
-The causes here are those that no cache below G1 could have helped, and those in the run itself: the load client, the
+The causes here are those that no cache below G1 could have helped, and those in the run itself: a busy machine, the
 load on the engine, and noise. `tiers` has the causes in the tiers.
 """
 
 from __future__ import annotations
 
-from kvbm_cli.bench.judge.compared import client_of
 from kvbm_cli.bench.judge.paired import is_tight
 from kvbm_cli.bench.judge.verdict import LONGER_TIMES, Verdict
-from kvbm_cli.bench.result.results import Measurement
 from kvbm_cli.bench.why.facts import ArmFacts, CellFacts, Why, share
 from kvbm_cli.bench.why.tiers import disk_slower, host_slower, kvbm_off, lost_blocks
 from kvbm_cli.bench.workload.schema import KINDS
@@ -32,7 +30,7 @@ def why_not(facts: CellFacts) -> list[Why]:
     verdict = facts.compared.judgement.verdict
     if verdict not in (Verdict.SAME, Verdict.SLOWER, Verdict.INVALID, Verdict.INCONCLUSIVE):
         return []
-    found = _known(client_limited(facts) or machine_busy(facts), overloaded(facts))
+    found = _known(machine_busy(facts), overloaded(facts))
     if any(arm.summary["errors"] for arm in (facts.reference, facts.measured)):
         return found  # the verdict names the failed requests; tokens of the others say little
     if verdict is Verdict.INVALID:
@@ -113,7 +111,7 @@ def fits_g1(facts: CellFacts) -> Why | None:
     reachable, found = facts.reachable_share, facts.reference.share_from("g1")
     if reachable is None or found is None or reachable < facts.limits.margin or found < G1_FINDS * reachable:
         return None
-    name, needed, g1_tokens = facts.reference.name, facts.working_set_tokens, facts.g1_tokens
+    name, needed, g1_tokens = facts.reference.name, facts.cell.plan.working_set_tokens, facts.g1_tokens
     sizes = ""
     if g1_tokens is not None:
         how = "fits into" if needed <= g1_tokens else "is larger than"
@@ -128,7 +126,7 @@ def fits_g1(facts: CellFacts) -> Why | None:
 
 
 def _more_pressure(facts: CellFacts) -> tuple[str, str]:
-    kind = KINDS.get(facts.workload["kind"])
+    kind = KINDS.get(facts.cell.kind)
     scale_key = kind.scale_key if kind else None
     if scale_key is None:
         return "measure a workload with a larger working set", "--workload"
@@ -137,8 +135,8 @@ def _more_pressure(facts: CellFacts) -> tuple[str, str]:
 
 def small_prefill(facts: CellFacts) -> Why | None:
     """Even the floor, whose G1 holds everything, is not faster by the margin of the verdict."""
-    floor = facts.floor.median_ms if facts.floor else None
-    reference = facts.reference.median_ms
+    floor = facts.floor.summary["ttft_ms"]["p50"] if facts.floor else None
+    reference = facts.reference.summary["ttft_ms"]["p50"]
     if floor is None or not reference or 1 - floor / reference >= facts.limits.margin:
         return None
     text = (
@@ -148,50 +146,26 @@ def small_prefill(facts: CellFacts) -> Why | None:
     return Why("small-prefill", text, "--workload")
 
 
-def client_limited(facts: CellFacts) -> Why | None:
-    """Return a reason if the load client used more CPU than the verdict allows."""
-    limit, cpu = facts.limits.client_cpu_share, _client_cpu(facts)
-    if cpu <= limit:
-        return None
-    action, key = (LONGER_TIMES, "time_scale") if facts.is_trace else ("use a lower `--rate`", "--rate")
-    text = (
-        f"the load client was the limit: its busiest process used {cpu:.0%} of a core (limit {limit:.0%}); repeat the "
-        f"run on an idle machine, or {action}"
-    )
-    return Why("client-limited", text, key)
-
-
 def machine_busy(facts: CellFacts) -> Why | None:
-    """Return a reason if the load client had little to do but did not get a core in time.
-
-    The verdict uses the same lateness, at p90. The event loop may lag as long at p99.
-    """
-    runs, most_ms = _compared_runs(facts), facts.limits.most_late_ms(facts.compared.medians_ms[1])
-    late_ms = max(client_of(run).lateness_p90_ms for run in runs)
+    """Return a reason if the load client did not get a core in time. Requests that it launched late are a reason of the
+    verdict itself."""
+    most_ms = facts.limits.most_late_ms(facts.compared.medians_ms[1])
+    runs = [run for arm in (facts.reference, facts.measured) for run in facts.cell.of_arm(arm.name)]
     lag_ms = max(run.client["loop_lag_p99_ms"] or 0.0 for run in runs)
-    if max(late_ms, lag_ms) <= most_ms:
+    if lag_ms <= most_ms:
         return None
     text = (
-        f"the machine was busy: the load client launched requests {late_ms:.0f} ms late (p90) and its event loop "
-        f"lagged {lag_ms:.0f} ms (p99), the limit is {most_ms:.0f} ms, although it used only {_client_cpu(facts):.0%} "
-        "of a core; repeat the run on an idle machine"
+        f"the machine was busy: the event loop of the load client lagged {lag_ms:.0f} ms (p99), the limit is "
+        f"{most_ms:.0f} ms; repeat the run on an idle machine"
     )
     return Why("machine-busy", text, None)
-
-
-def _compared_runs(facts: CellFacts) -> list[Measurement]:
-    return [run for arm in (facts.reference, facts.measured) for run in facts.cell.of_arm(arm.name)]
-
-
-def _client_cpu(facts: CellFacts) -> float:
-    return max(float(run.client["cpu_share"]) for run in _compared_runs(facts))
 
 
 def overloaded(facts: CellFacts) -> Why | None:
     """TTFT was mostly waiting. In a closed loop a busy engine is normal, so there only a queue in both arms counts."""
     limits, arms = facts.limits, (facts.reference, facts.measured)
     queues = [arm.queue_share or 0.0 for arm in arms]
-    if facts.is_closed_loop:
+    if facts.cell.plan.is_closed_loop:
         is_overloaded = min(queues) > limits.collapse_queue_share
     else:
         busy = facts.reference.summary["utilisation"] or 0.0
@@ -209,9 +183,9 @@ def _load(arm: ArmFacts) -> str:
 
 
 def _less_load(facts: CellFacts) -> tuple[str, str]:
-    if facts.is_closed_loop:
+    if facts.cell.plan.is_closed_loop:
         return "use a lower `--concurrency`", "--concurrency"
-    if facts.is_trace:
+    if facts.cell.kind == "trace":
         return LONGER_TIMES, "time_scale"
     rate = facts.reference.summary["throughput"]["requests_per_s"]
     if not rate:

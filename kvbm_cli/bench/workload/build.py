@@ -23,9 +23,11 @@ own, so that the end of a subagent does not end its agent.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, count
 
 from kvbm_cli.bench.workload.files import image_of
 from kvbm_cli.bench.workload.schema import AgenticCoding, Conversations, Rag, SharedPrefix, Unique, Workload
@@ -53,56 +55,33 @@ def conversations(workload: Conversations, writer: Writer, generator: random.Ran
     """
     system = writer.content(generator, workload.system_tokens)
     images = [image_of(one) for one in workload.images]
-    places = [_Place(workload, writer, generator, system, images, number) for number in range(workload.users)]
-    index = 0
+    content = partial(writer.content, generator)
+    places = [_conversations_at(place, workload, content, system, images) for place in range(workload.users)]
     for _ in range(workload.turns * workload.rounds_of_users):
-        for place in places:
-            yield place.next_request(index)
-            index += 1
+        yield from map(next, places)
 
 
-class _Place:
-    """One of `users` places: a user's conversation, then the next user's."""
-
-    def __init__(
-        self,
-        workload: Conversations,
-        writer: Writer,
-        generator: random.Random,
-        system: Content,
-        images: Sequence[Image],
-        number: int,
-    ) -> None:
-        self._images = images
-        self._workload, self._writer, self._generator, self._system = workload, writer, generator, system
-        self._number, self._users, self._turn, self._previous = number, 0, 0, -1
-        self._left = workload.turns
-        if workload.rounds_of_users > 1:
-            self._left = max(1, workload.turns * (workload.users - number) // workload.users)
-        self._parts: list[Part] = []
-
-    def next_request(self, index: int) -> ScriptedRequest:
-        workload = self._workload
-        if self._turn == 0:
-            user = self._number + self._users * workload.users
-            image = [self._images[user % len(self._images)]] if self._images else []
-            self._parts = [self._system, *image, self._content(workload.history_tokens)]
-        elif workload.history == "recorded":
-            self._parts.append(AnswerOf(self._previous, workload.answer_tokens))
-        else:
-            self._parts.append(self._content(workload.answer_tokens))
-        self._parts.append(self._content(workload.question_tokens))
-        self._turn += 1
-        session = self._number + self._users * workload.users
-        after = (self._previous,) if self._turn > 1 else ()
-        request = ScriptedRequest(session, self._turn, tuple(self._parts), workload.answer_tokens, after)
-        self._previous = index
-        if self._turn == self._left:
-            self._users, self._turn, self._left = self._users + 1, 0, workload.turns
-        return request
-
-    def _content(self, count: int) -> Content:
-        return self._writer.content(self._generator, count)
+def _conversations_at(
+    place: int, workload: Conversations, content: Callable[[int], Content], system: Content, images: Sequence[Image]
+) -> Iterator[ScriptedRequest]:
+    """Yield the requests of one user after the other. All places launch in turn, so every `users`th launch is here."""
+    turns, index = workload.turns, place
+    if workload.rounds_of_users > 1:
+        turns = max(1, workload.turns * (workload.users - place) // workload.users)
+    for user in count(place, workload.users):
+        image = [images[user % len(images)]] if images else []
+        parts: list[Part] = [system, *image, content(workload.history_tokens)]
+        for turn in range(1, turns + 1):
+            previous = index - workload.users
+            if turn > 1 and workload.history == "recorded":
+                parts.append(AnswerOf(previous, workload.answer_tokens))
+            elif turn > 1:
+                parts.append(content(workload.answer_tokens))
+            parts.append(content(workload.question_tokens))
+            after = (previous,) if turn > 1 else ()
+            yield ScriptedRequest(user, turn, tuple(parts), workload.answer_tokens, after)
+            index += workload.users
+        turns = workload.turns
 
 
 def shared_prefix(workload: SharedPrefix, writer: Writer, generator: random.Random) -> Iterator[ScriptedRequest]:
@@ -134,115 +113,77 @@ def rag(workload: Rag, writer: Writer, generator: random.Random) -> Iterator[Scr
         yield ScriptedRequest(number, 1, parts, workload.answer_tokens)
 
 
-def _zipf(generator: random.Random, count: int, draws: int) -> list[int]:
-    """Different numbers below `count`; the weight of number n is 1 / (n + 1)."""
-    weights = list(accumulate(1 / (number + 1) for number in range(count)))
+def _zipf(generator: random.Random, total: int, draws: int) -> list[int]:
+    """Different numbers below `total`; the weight of number n is 1 / (n + 1)."""
+    weights = list(accumulate(1 / (number + 1) for number in range(total)))
     chosen: list[int] = []
     while len(chosen) < draws:
-        one = generator.choices(range(count), cum_weights=weights)[0]
+        one = generator.choices(range(total), cum_weights=weights)[0]
         if one not in chosen:
             chosen.append(one)
     return chosen
 
 
-@dataclass(slots=True)
-class _Context:
-    """The context of an agent or a subagent. Answers in it are random text: what matters is their length."""
-
-    parts: list[Part]
-    steps_left: int
-    previous: int | None = None
-
-    @property
-    def token_count(self) -> int:
-        return sum(map(length_of, self.parts))
-
-
-@dataclass(slots=True)
-class _Agent:
-    session: int
-    own: _Context
-    turn: int = 0
-    step: int = 0
-    subagent: _Context | None = field(default=None)
-
-    @property
-    def active(self) -> _Context:
-        return self.subagent or self.own
-
-
 class _Office:
-    """All agents, and the content that they share."""
+    """Writes the requests of all agents, and the content that they share."""
 
     def __init__(self, workload: AgenticCoding, writer: Writer, generator: random.Random) -> None:
-        self._workload, self._writer, self._generator = workload, writer, generator
+        self._workload, self._generator = workload, generator
+        self._content = partial(writer.content, generator)
         self._system = self._content(workload.system_tokens)
-        self.agents = [
-            _Agent(number, self._context(workload.task_tokens, workload.steps)) for number in range(workload.agents)
-        ]
 
-    def next_request(self, agent: _Agent, index: int) -> ScriptedRequest:
-        context = agent.active
-        agent.turn += 1
-        after = () if context.previous is None else (context.previous,)
-        request = ScriptedRequest(
-            session=agent.session,
-            turn=agent.turn,
-            parts=tuple(context.parts),
-            answer_tokens=self._workload.answer_tokens,
-            after=after,
-            delay_s=self._workload.tool_s if after else 0.0,
-        )
-        context.previous = index
-        context.steps_left -= 1
-        self._grow(agent, context)
-        return request
+    def agent(self, session: int) -> Generator[ScriptedRequest, int, None]:
+        """Yield the requests of an agent and of its subagents. Takes the index of each."""
+        workload, turns = self._workload, count(1)
+        parts = self._context(workload.task_tokens)
+        after: tuple[int, ...] = ()
+        for step in range(1, workload.steps + 1):
+            after = ((yield self._request(session, next(turns), parts, after)),)
+            self._grow(parts)
+            if workload.subagent_every and step % workload.subagent_every == 0 and step < workload.steps:
+                own = self._context(workload.task_tokens // SUMMARY_SHARE + 1)
+                for _ in range(workload.subagent_steps):
+                    after = ((yield self._request(session, next(turns), own, after)),)
+                    self._grow(own)
+                self._append(parts, workload.answer_tokens)  # the report
 
-    def _grow(self, agent: _Agent, context: _Context) -> None:
-        """Append the answer and what follows it; start or end a subagent."""
-        workload = self._workload
-        self._append(context, workload.answer_tokens)
-        self._append(context, self._tool_result_tokens())
-        if context is agent.subagent:
-            if context.steps_left == 0:
-                agent.subagent = None
-                agent.own.previous = context.previous
-                self._append(agent.own, workload.answer_tokens)
-            return
-        agent.step += 1
-        if workload.subagent_every and agent.step % workload.subagent_every == 0 and context.steps_left:
-            agent.subagent = self._context(workload.task_tokens // SUMMARY_SHARE + 1, workload.subagent_steps)
-            agent.subagent.previous = context.previous
+    def _context(self, task_tokens: int) -> list[Part]:
+        return [self._system, self._content(task_tokens)]
 
-    def _append(self, context: _Context, count: int) -> None:
+    def _request(self, session: int, turn: int, parts: Sequence[Part], after: tuple[int, ...]) -> ScriptedRequest:
+        delay_s = self._workload.tool_s if after else 0.0
+        return ScriptedRequest(session, turn, tuple(parts), self._workload.answer_tokens, after, delay_s)
+
+    def _grow(self, parts: list[Part]) -> None:
+        """Append the answer and what a tool returns. Answers are random text: what matters is their length."""
+        self._append(parts, self._workload.answer_tokens)
+        factor: float = LENGTH_FACTOR ** self._generator.uniform(-1, 1)
+        self._append(parts, max(1, round(self._workload.tool_result_tokens * factor)))
+
+    def _append(self, parts: list[Part], token_count: int) -> None:
         """Append content; a context at its limit is replaced by the system prompt, a summary and the new content."""
         limit = self._workload.context_tokens - self._workload.answer_tokens
-        if context.token_count + count > limit:
+        if sum(map(length_of, parts)) + token_count > limit:
             summary = min(self._workload.task_tokens, self._workload.context_tokens // SUMMARY_SHARE)
-            context.parts = [self._system, self._content(summary)]
-            count = min(count, limit - context.token_count)
-        context.parts.append(self._content(count))
-
-    def _tool_result_tokens(self) -> int:
-        factor: float = LENGTH_FACTOR ** self._generator.uniform(-1, 1)
-        return max(1, round(self._workload.tool_result_tokens * factor))
-
-    def _context(self, task_tokens: int, steps: int) -> _Context:
-        return _Context([self._system, self._content(task_tokens)], steps)
-
-    def _content(self, count: int) -> Content:
-        return self._writer.content(self._generator, count)
+            parts[:] = self._context(summary)
+            token_count = min(token_count, limit - sum(map(length_of, parts)))
+        parts.append(self._content(token_count))
 
 
 def agent_requests(workload: AgenticCoding, writer: Writer, generator: random.Random) -> Iterator[ScriptedRequest]:
     """One request of every agent in turn, until all have ended."""
     office = _Office(workload, writer, generator)
+    agents = [office.agent(session) for session in range(workload.agents)]
+    due = [(agent, next(agent)) for agent in agents]
     index = 0
-    while any(agent.active.steps_left for agent in office.agents):
-        for agent in office.agents:
-            if agent.active.steps_left:
-                yield office.next_request(agent, index)
-                index += 1
+    while due:
+        following = []
+        for agent, request in due:
+            yield request
+            with suppress(StopIteration):
+                following.append((agent, agent.send(index)))
+            index += 1
+        due = following
 
 
 BUILDERS: dict[type[Workload], Callable[..., Iterator[ScriptedRequest]]] = {

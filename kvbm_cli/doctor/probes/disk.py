@@ -6,24 +6,22 @@ filesystems accept O_DIRECT and then ignore it. Nothing remains, even if the pro
 (O_TMPFILE), or is unlinked before anything is written.
 
 The probe uses at most a tenth of the free space. A filesystem may hang, so callers run this module as a program
-(`run_probe` in machine.py) with a timeout. Each line on stdout is JSON: `{"phase": ...}` while it runs,
-then `{"report": ...}`.
+(`run_probe` in machine.py) with a timeout.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
-import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.host.mounts import Mount, mount_of
 from kvbm.tiers.disk.files import PAGE_BYTES, UNSUPPORTED, fallocate
 from kvbm.tiers.disk.io.threads import ThreadsIO
+from kvbm_cli.doctor.probes import answer
 from kvbm_cli.doctor.probes.disk_file import (
     AREA_BYTES,
     DirectIO,
@@ -52,7 +50,7 @@ class RecommendedSettings:
     zerofill: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DiskReport:
     """Everything that the probe found. A test that could not run is None, with the reason in `reason`. `total_bytes` is
     0 for a filesystem that does not report its size."""
@@ -60,8 +58,8 @@ class DiskReport:
     mount: Mount
     total_bytes: int
     free_bytes: int
-    write: ProbeOutcome | None
-    has_unnamed_files: bool
+    write: ProbeOutcome | None = None
+    has_unnamed_files: bool = False
     fallocate: ProbeOutcome | None = None
     by_open: DirectIO | None = None
     by_fcntl: DirectIO | None = None
@@ -72,7 +70,7 @@ class DiskReport:
 
 
 def probe(
-    directory: Path,
+    directory: str | Path,
     *,
     block_bytes: int | None = None,
     seconds: float = 0.0,
@@ -82,8 +80,19 @@ def probe(
 
     Raises OSError only if the directory cannot be accessed.
     """
-    directory = directory.resolve(strict=True)
-    return _Probe(directory, on_phase).report(block_bytes, seconds)
+    directory = Path(directory).resolve(strict=True)
+    space = os.statvfs(directory)
+    report = DiskReport(mount_of(directory), space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
+    on_phase("testing the filesystem")
+    try:
+        with ProbeFile.create(directory) as file:
+            report.has_unnamed_files = file.is_unnamed
+            _try_features(file, report)
+            if report.settings is not None and block_bytes is not None:
+                _measure(file, report, block_bytes, seconds, on_phase)
+    except OSError as error:
+        report.write = ProbeOutcome(False, name_of(error))
+    return report
 
 
 def recommend(fallocate: ProbeOutcome, by_open: DirectIO, by_fcntl: DirectIO) -> RecommendedSettings:
@@ -100,80 +109,47 @@ def recommend(fallocate: ProbeOutcome, by_open: DirectIO, by_fcntl: DirectIO) ->
     )
 
 
-class _Probe:
-    """One run over one directory."""
+def _try_features(file: ProbeFile, report: DiskReport) -> None:
+    if (room := _room(report)) < AREA_BYTES:
+        report.reason = f"the test needs {AREA_BYTES >> 10} KiB, but may use only {room >> 10} KiB"
+        return
+    report.fallocate = attempt(lambda: fallocate(file.fd, 0, 0, AREA_BYTES))
+    report.write = file.write()
+    if report.write.works:
+        report.by_open, report.by_fcntl = file.direct_by_open(), file.direct_by_fcntl()
+        report.settings = recommend(report.fallocate, report.by_open, report.by_fcntl)
 
-    def __init__(self, directory: Path, on_phase: PhaseCallback) -> None:
-        self._directory = directory
-        self._on_phase = on_phase
-        self._mount = mount_of(directory)
-        space = os.statvfs(directory)
-        self._total_bytes = space.f_blocks * space.f_frsize
-        self._free_bytes = space.f_bavail * space.f_frsize
 
-    def report(self, block_bytes: int | None, seconds: float) -> DiskReport:
-        self._on_phase("testing the filesystem")
-        try:
-            with ProbeFile.create(self._directory) as file:
-                found = self._features(file)
-                if found.settings is None or block_bytes is None:
-                    return found
-                return self._with_speed(file, found, block_bytes, seconds)
-        except OSError as error:
-            return self._base(ProbeOutcome(False, name_of(error)), has_unnamed_files=False)
+def _room(report: DiskReport) -> int:
+    """Bytes that the probe may use."""
+    free = report.free_bytes // SHARE_OF_FREE if report.total_bytes else UNKNOWN_SPACE_BYTES
+    return min(free, MAX_FILE_BYTES)
 
-    def _base(self, write: ProbeOutcome | None, *, has_unnamed_files: bool) -> DiskReport:
-        return DiskReport(self._mount, self._total_bytes, self._free_bytes, write, has_unnamed_files)
 
-    def _features(self, file: ProbeFile) -> DiskReport:
-        room = self._room()
-        if room < AREA_BYTES:
-            found = self._base(None, has_unnamed_files=file.is_unnamed)
-            return replace(found, reason=f"the test needs {AREA_BYTES >> 10} KiB, but may use only {room >> 10} KiB")
-        allocated = attempt(lambda: fallocate(file.fd, 0, 0, AREA_BYTES))
-        write = file.write()
-        found = self._base(write, has_unnamed_files=file.is_unnamed)
-        if not write.works:
-            return replace(found, fallocate=allocated)
-        by_open, by_fcntl = file.direct_by_open(), file.direct_by_fcntl()
-        return replace(
-            found,
-            fallocate=allocated,
-            by_open=by_open,
-            by_fcntl=by_fcntl,
-            settings=recommend(allocated, by_open, by_fcntl),
-        )
-
-    def _room(self) -> int:
-        """Bytes that the probe may use."""
-        free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES
-        return min(free, MAX_FILE_BYTES)
-
-    def _with_speed(self, file: ProbeFile, found: DiskReport, block_bytes: int, seconds: float) -> DiskReport:
-        """Measures speeds in the space that remains of the tenth; the feature tests have freed their files."""
-        assert found.settings is not None
-        room = self._room() * 9 // 10  # leaves room for the filesystem's metadata
-        stride = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-        written = MAX_WRITTEN_BYTES
-        if self._mount.kind in COPY_ON_WRITE:  # an overwritten block is freed later
-            room, written = room // 4, room
-        assert found.by_open is not None
-        is_cached = not found.settings.o_direct or found.by_open.is_cached
-        if is_cached:
-            room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
-        blocks = min(room, MAX_FILE_BYTES) // stride
-        if blocks < 4:
-            return replace(
-                found, reason=f"a tenth of the free space holds only {blocks} blocks of {stride} bytes; 4 are needed"
-            )
-        try:
-            with _prepared(file, found.settings, blocks * stride) as fd:
-                io = ThreadsIO(fd, is_direct=found.settings.o_direct)
-                trial = SpeedTrial(fd, io, stride, seconds, self._on_phase, is_cached=is_cached)
-                speed = trial.measure(blocks, may_write_bytes=written)
-        except OSError as error:
-            return replace(found, transfers=ProbeOutcome(False, name_of(error)))
-        return replace(found, transfers=ProbeOutcome(True), speed=speed)
+def _measure(file: ProbeFile, report: DiskReport, block_bytes: int, seconds: float, on_phase: PhaseCallback) -> None:
+    """Measures speeds in the space that remains of the tenth; the feature tests have freed their files."""
+    assert report.settings is not None
+    assert report.by_open is not None
+    room = _room(report) * 9 // 10  # leaves room for the filesystem's metadata
+    stride = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+    written = MAX_WRITTEN_BYTES
+    if report.mount.kind in COPY_ON_WRITE:  # an overwritten block is freed later
+        room, written = room // 4, room
+    is_cached = not report.settings.o_direct or report.by_open.is_cached
+    if is_cached:
+        room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
+    blocks = min(room, MAX_FILE_BYTES) // stride
+    if blocks < 4:
+        report.reason = f"a tenth of the free space holds only {blocks} blocks of {stride} bytes; 4 are needed"
+        return
+    try:
+        with _prepared(file, report.settings, blocks * stride) as fd:
+            io = ThreadsIO(fd, is_direct=report.settings.o_direct)
+            trial = SpeedTrial(fd, io, stride, seconds, on_phase, is_cached=is_cached)
+            report.speed = trial.measure(blocks, may_write_bytes=written)
+        report.transfers = ProbeOutcome(True)
+    except OSError as error:
+        report.transfers = ProbeOutcome(False, name_of(error))
 
 
 @contextlib.contextmanager
@@ -190,19 +166,5 @@ def _prepared(file: ProbeFile, settings: RecommendedSettings, byte_count: int) -
         yield fd
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Test what the filesystem of a directory supports.")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--block-bytes", type=int)
-    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each speed measurement")
-    given = parser.parse_args(arguments)
-
-    def print_phase(text: str) -> None:
-        print(json.dumps({"phase": text}), flush=True)
-
-    found = probe(given.directory, block_bytes=given.block_bytes, seconds=given.seconds, on_phase=print_phase)
-    print(json.dumps({"report": asdict(found)}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(probe)

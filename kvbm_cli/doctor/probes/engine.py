@@ -10,7 +10,7 @@
 other arguments are the directory in which they move bytes, and the beginning of a name; without it, all are tried, as
 the disk tier does when it starts.
 
-`round_trip`: moves a pattern through the tiers and compares it. The other argument is the JSON of a `RoundTripRequest`:
+`round_trip`: moves a pattern through the tiers and compares it. The other argument is JSON of those of `RoundTrip`:
 `{"legs": [...], "io": ...}`. Each leg has a name, its seconds, and an error with a hint or null. It stops at the first
 leg that fails. `io` names the I/O implementation of the disk, or null. Without torch there is no device leg: the
 pattern starts in host memory.
@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -121,36 +120,25 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class RoundTripRequest:
-    """`disk` are settings of a DiskStorage, None without a disk tier; `device` is the device of G1."""
-
-    block_bytes: int
-    block_count: int
-    device: str
-    disk: dict[str, Any] | None
-
-
 class BytesDiffer(Exception):
     """A leg did not return the bytes that were sent."""
 
 
 class RoundTrip:
     """Moves blocks 0..n-1 of G1 to slots 0..n-1 of G2, to G3 in reverse order, back to slots n..2n-1 of G2, and to
-    blocks n..2n-1 of G1."""
+    blocks n..2n-1 of G1. `device` holds G1; `disk` are settings of a DiskStorage, None without a disk tier."""
 
-    def __init__(self, request: RoundTripRequest) -> None:
+    def __init__(self, block_bytes: int, block_count: int, device: str, disk: dict[str, Any] | None) -> None:
         import numpy as np
 
         from kvbm.host.layout import BlockLayout
         from kvbm.host.segment import Segment
 
-        self._request = request
-        self._count = request.block_count
-        self._layout = BlockLayout.block_contiguous(block_count=2 * self._count, block_bytes=request.block_bytes)
-        self._pattern = np.random.default_rng(0).integers(0, 256, (self._count, request.block_bytes), np.uint8)
-        is_cuda = request.device == "cuda"
-        self._segment = Segment.create(rank=0, layout=self._layout, slot_count=2 * self._count, pin=is_cuda)
+        self._block_bytes, self._count, self._device, self._disk = block_bytes, block_count, device, disk
+        self._layout = BlockLayout.block_contiguous(block_count=2 * block_count, block_bytes=block_bytes)
+        self._pattern = np.random.default_rng(0).integers(0, 256, (block_count, block_bytes), np.uint8)
+        is_cuda = device == "cuda"
+        self._segment = Segment.create(rank=0, layout=self._layout, slot_count=2 * block_count, pin=is_cuda)
         self._near, self._far = list(range(self._count)), list(range(self._count, 2 * self._count))
         self.io_name: str | None = None
         self._back = self._near  # the slots from which G1 is filled
@@ -162,10 +150,10 @@ class RoundTrip:
             legs: list[tuple[str, Callable[[], None]]] = [("host memory", self._fill_host)]
         else:
             self._device_memory = torch.zeros(
-                2 * self._count * self._request.block_bytes, dtype=torch.uint8, device=self._request.device
+                2 * self._count * self._block_bytes, dtype=torch.uint8, device=self._device
             )
             legs = [("device to host", self._offload)]
-        if self._request.disk is not None:
+        if self._disk is not None:
             legs += [("through the disk", self._through_disk)]
         if hasattr(self, "_device_memory"):
             legs += [("host to device", self._onboard)]
@@ -177,7 +165,7 @@ class RoundTrip:
         return results
 
     def _fill_host(self) -> None:
-        self._segment.payload[self._near, : self._request.block_bytes] = self._pattern
+        self._segment.payload[self._near, : self._block_bytes] = self._pattern
         self._compare_host(self._near)
 
     def _offload(self) -> None:
@@ -199,8 +187,8 @@ class RoundTrip:
         from kvbm.tiers.disk.settings import DiskSettings, Namespace
         from kvbm.tiers.disk.storage import DiskStorage
 
-        assert self._request.disk is not None
-        given = {**self._request.disk, "directory": Path(self._request.disk["directory"])}
+        assert self._disk is not None
+        given = {**self._disk, "directory": Path(self._disk["directory"])}
         settings = DiskSettings(**given, block_count=2 * self._count)
         tier = DiskStorage.open(
             settings, Namespace(b"doctor", {"model": "kvbm doctor"}), [self._segment.payload], hash_bytes=8
@@ -222,13 +210,13 @@ class RoundTrip:
 
     def _onboard(self) -> None:
         self._copier().onboard(self._back, self._far, self._copier().fence())
-        start = self._count * self._request.block_bytes
+        start = self._count * self._block_bytes
         found = self._device_memory[start:].cpu().numpy().reshape(self._pattern.shape)
         if not (found == self._pattern).all():
             raise BytesDiffer("the bytes in device memory differ from those sent")
 
     def _compare_host(self, slots: list[int]) -> None:
-        if not (self._segment.payload[slots, : self._request.block_bytes] == self._pattern).all():
+        if not (self._segment.payload[slots, : self._block_bytes] == self._pattern).all():
             raise BytesDiffer("the bytes in host memory differ from those sent")
 
 
@@ -254,7 +242,7 @@ def _timed(name: str, leg: Callable[[], None]) -> dict[str, Any]:
 
 
 def round_trip(arguments: Sequence[str]) -> dict[str, object]:
-    trip = RoundTrip(RoundTripRequest(**json.loads(arguments[0])))
+    trip = RoundTrip(**json.loads(arguments[0]))
     return {"legs": trip.run(), "io": trip.io_name}
 
 

@@ -1,29 +1,27 @@
 """Store probe: tests what a store allows and how fast it is, with objects below `kvbm-doctor/` that it removes again.
 
 It works in the order of growing permissions: list, put, get, delete; it stops at the first that fails. A store may
-hang, so callers run this module as a program (`run_probe` in machine.py) with a timeout. Each line on
-stdout is JSON: `{"phase": ...}` while it runs, then `{"report": ...}`.
+hang, so callers run this module as a program (`run_probe` in machine.py) with a timeout.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import os
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.tiers.shared.orders import Outcome
 from kvbm.tiers.shared.settings import directory_of
+from kvbm_cli.doctor.probes import answer
 
 if TYPE_CHECKING:
     from kvbm.tiers.shared.stores.mooncake import MooncakeStore
@@ -41,18 +39,17 @@ SMALL_BYTES = 64
 PhaseCallback = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreReport:
     """What the probe found. `failed` is the step that failed, with the `reason`; later steps did not run.
 
-    `creates_once`: whether a second creation of an object is refused. `clock_s`: how far the clock of the store is
-    ahead of this machine's. `small_get_s` is the median of small GETs, `object_get_s` of GETs of one object at a time;
-    rates are in bytes per second with IN_FLIGHT requests in flight. Unknown values are None.
+    `clock_s`: how far the clock of the store is ahead of this machine's. `small_get_s` is the median of small GETs,
+    `object_get_s` of GETs of one object at a time; rates are in bytes per second with IN_FLIGHT requests in flight.
+    Unknown values are None.
     """
 
     failed: str | None = None
     reason: str | None = None
-    creates_once: bool | None = None
     clock_s: float | None = None
     small_get_s: float | None = None
     object_get_s: float | None = None
@@ -106,10 +103,9 @@ class _StoreProbe:
                 self._write_and_read(seconds)
             else:
                 with self._step("get"):
-                    self._found = replace(self._found, small_get_s=_median_s(self._ask_absent))
+                    self._found.small_get_s = _median_s(self._ask_absent)
         except StepFailed as failed:
-            step, reason = failed.args
-            self._found = replace(self._found, failed=step, reason=reason)
+            self._found.failed, self._found.reason = failed.args
         finally:
             self._remove()
         return self._found
@@ -119,25 +115,23 @@ class _StoreProbe:
         with self._step("put"):
             began_s = time.time()
             self._put(key, content)
-            self._found = replace(self._found, clock_s=self._clock_s(key, began_s))
+            self._found.clock_s = self._clock_s(key, began_s)
         with self._step("get"):
             if self._store.read(key) != content:
                 raise OSError("an object has other bytes than were written")
             self._on_phase("small reads")
             small_get_s = _median_s(lambda: self._store.read(key))
-        with self._step("conditional put"):
-            self._found = replace(self._found, creates_once=not self._store.write(key, content, creates=True))
-        self._found = replace(self._found, small_get_s=small_get_s)
+        self._found.small_get_s = small_get_s
         with self._step("put"):
             self._on_phase("writes")
-            put_rate = self._rate(self._put_large, seconds)
+            put_rate = _rate(self._put_large, seconds)
         large = [one for one in self._written if one != key]
         with self._step("get"):
             self._on_phase("reads")
             waiting = itertools.cycle(large)
             object_s = _median_s(lambda: self._store.read(next(waiting)))
-            get_rate = self._rate(lambda number: self._store.read(large[number % len(large)]), seconds)
-        self._found = replace(self._found, put_rate=put_rate, get_rate=get_rate, object_get_s=object_s)
+            get_rate = _rate(lambda number: self._store.read(large[number % len(large)]), seconds)
+        self._found.put_rate, self._found.get_rate, self._found.object_get_s = put_rate, get_rate, object_s
         with self._step("delete"):
             self._delete()
 
@@ -168,21 +162,6 @@ class _StoreProbe:
     def _put_large(self, number: int) -> None:
         self._put(f"{self._place}/{number % MAX_OBJECTS}", self._large)
 
-    def _rate(self, move: Callable[[int], object], seconds: float) -> float:
-        """Return the bytes per second of moving objects from IN_FLIGHT threads until the time is over."""
-        began_s = time.monotonic()
-
-        def run(first: int) -> int:
-            count = 0
-            while not count or time.monotonic() - began_s < seconds:
-                move(first + count * IN_FLIGHT)
-                count += 1
-            return count
-
-        with ThreadPoolExecutor(IN_FLIGHT) as threads:
-            count = sum(threads.map(run, range(IN_FLIGHT)))
-        return count * OBJECT_BYTES / (time.monotonic() - began_s)
-
     def _delete(self) -> None:
         why: list[str] = []
         remaining = self._store.delete(sorted(set(self._written)), lambda left_out: why.append(left_out.why))
@@ -198,7 +177,7 @@ class _StoreProbe:
                 left += len(self._store.delete([key], _pass_over))
             except OSError:
                 left += 1
-        self._found = replace(self._found, left_objects=left)
+        self._found.left_objects = left
 
     def _remove_left(self) -> None:
         """List the objects of earlier doctors, and remove those of one that was killed."""
@@ -208,6 +187,23 @@ class _StoreProbe:
             if old:
                 with contextlib.suppress(OSError):
                     self._store.delete(old, _pass_over)
+
+
+def _rate(move: Callable[[int], object], seconds: float, *, threads: int = IN_FLIGHT) -> float:
+    """Return the bytes per second of moving IN_FLIGHT objects at a time, on threads or by one call, until the time is
+    over."""
+    began_s = time.monotonic()
+
+    def run(first: int) -> int:
+        count = 0
+        while not count or time.monotonic() - began_s < seconds:
+            move(first + count * threads)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(threads) as pool:
+        count = sum(pool.map(run, range(threads)))
+    return count * IN_FLIGHT // threads * OBJECT_BYTES / (time.monotonic() - began_s)
 
 
 def _median_s(action: Callable[[], object]) -> float:
@@ -238,8 +234,7 @@ def _probe_pool(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallba
     try:
         found.run(seconds, writes=writes)
     except StepFailed as failed:
-        step, reason = failed.args
-        found.report = replace(found.report, failed=step, reason=reason)
+        found.report.failed, found.report.reason = failed.args
     finally:
         if writes:
             store.remove(found.keys)
@@ -260,7 +255,7 @@ class _MooncakeProbe:
 
     def run(self, seconds: float, *, writes: bool) -> None:
         self._on_phase("small reads")
-        self.report = replace(self.report, small_get_s=_median_s(self._ask))
+        self.report.small_get_s = _median_s(self._ask)
         if not writes:
             return
         content = secrets.token_bytes(SMALL_BYTES)
@@ -270,11 +265,12 @@ class _MooncakeProbe:
         if bytes(received) != content:
             raise StepFailed("get", "an object has other bytes than were written")
         self._on_phase("writes")
-        put_rate = self._rate(lambda: self._put(self.keys, [slot.data for slot in self._slots]), seconds)
+        contents = [slot.data for slot in self._slots]
+        put_rate = _rate(lambda number: self._put(self.keys, contents), seconds, threads=1)
         self._on_phase("reads")
         object_s = _median_s(lambda: self._get(self.keys[:1]))
-        get_rate = self._rate(lambda: self._get(self.keys), seconds)
-        self.report = replace(self.report, put_rate=put_rate, get_rate=get_rate, object_get_s=object_s)
+        get_rate = _rate(lambda number: self._get(self.keys), seconds, threads=1)
+        self.report.put_rate, self.report.get_rate, self.report.object_get_s = put_rate, get_rate, object_s
 
     def _ask(self) -> None:
         if None in self._store.are_present(self.keys[:1]):
@@ -291,32 +287,10 @@ class _MooncakeProbe:
         self._require("get", self._store.get(incoming))
 
     def _require(self, step: str, answers: Sequence[StoreAnswer]) -> None:
-        for answer in answers:
-            if answer.outcome is not Outcome.GOOD:
-                raise StepFailed(step, answer.error or "the object is not there")
-
-    def _rate(self, move: Callable[[], object], seconds: float) -> float:
-        """Return the bytes per second of moving all objects again and again until the time is over."""
-        began_s, count = time.monotonic(), 0
-        while not count or time.monotonic() - began_s < seconds:
-            move()
-            count += 1
-        return count * IN_FLIGHT * OBJECT_BYTES / (time.monotonic() - began_s)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Test what a store allows, and how fast it is.")
-    parser.add_argument("url")
-    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each speed measurement")
-    parser.add_argument("--read-only", action="store_true")
-    given = parser.parse_args(arguments)
-
-    def print_phase(text: str) -> None:
-        print(json.dumps({"phase": text}), flush=True)
-
-    found = probe(given.url, seconds=given.seconds, writes=not given.read_only, on_phase=print_phase)
-    print(json.dumps({"report": asdict(found)}), flush=True)
+        for one in answers:
+            if one.outcome is not Outcome.GOOD:
+                raise StepFailed(step, one.error or "the object is not there")
 
 
 if __name__ == "__main__":
-    main()
+    answer(probe)

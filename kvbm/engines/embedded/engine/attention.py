@@ -97,17 +97,15 @@ class Batch:
 
 
 def _mask(query_count: int, key_count: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return None if causal order is sufficient: one query, or as many queries as keys within the window."""
+    """Return a mask [query_count, key_count], True where one of the last `query_count` positions sees a key.
+
+    None if causal order is sufficient: one query, or as many queries as keys within the window.
+    """
     if query_count == 1 or (query_count == key_count and (window is None or window >= key_count)):
         return None
-    return _lower_right_mask(query_count, key_count, window or key_count, device)
-
-
-def _lower_right_mask(query_count: int, key_count: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return a mask [query_count, key_count], True where one of the last `query_count` positions sees a key."""
     queries = torch.arange(key_count - query_count, key_count, device=device)[:, None]
     keys = torch.arange(key_count, device=device)[None, :]
-    return (keys <= queries) & (keys > queries - window)
+    return (keys <= queries) & (keys > queries - (window or key_count))
 
 
 _of_this_thread = threading.local()
@@ -140,32 +138,17 @@ def paged_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer over the packed row: query [1, heads, T, D], key and value [1, kv_heads, T, D].
 
-    Returns [1, T, heads, value_dim]. `s_aux` are attention sinks, one logit per head.
+    Returns [1, T, heads, value_dim].
     """
     batch: Batch = _of_this_thread.batch
     layer = int(module.layer_idx)
     _write(batch, layer, key, value)
-    form = _Form(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
-    return _attend_each(batch, layer, query, key, value, sliding_window, form), None
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How scores become weights. Plain: softmax of scaled scores, which a fused kernel computes."""
-
-    scale: float
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return _attend_each(batch, layer, query, key, value, sliding_window, scale), None
 
 
 def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -181,7 +164,7 @@ def _attend_each(
     key: torch.Tensor,
     value: torch.Tensor,
     window: int | None,
-    form: _Form,
+    scale: float,
 ) -> torch.Tensor:
     """One kernel call per sequence."""
     plan = batch.plan(window)
@@ -197,13 +180,12 @@ def _attend_each(
         else:
             seen = slice(plan.first_keys[index], plan.first_keys[index] + plan.key_counts[index])
             keys, values = all_keys[:, seen], all_values[:, seen]
-        attend = _attend_fused if form.is_plain else _attend_in_steps
-        output[rows] = attend(query[0, :, rows], keys, values, plan.masks[index], form)
+        output[rows] = _attend(query[0, :, rows], keys, values, plan.masks[index], scale)
     return output[None]
 
 
-def _attend_fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: _Form
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """query [heads, T, D], key and value [kv_heads, S, D]; returns [T, heads, value_dim].
 
@@ -216,7 +198,7 @@ def _attend_fused(
     if query_count == 1 or (mask is not None and query_count * group <= FOLDED_ROWS):
         folded = query.reshape(1, kv_heads, group * query_count, dim)
         tiled = None if mask is None else mask.repeat(group, 1)
-        mixed = scaled_dot_product_attention(folded, key[None], value[None], attn_mask=tiled, scale=form.scale)
+        mixed = scaled_dot_product_attention(folded, key[None], value[None], attn_mask=tiled, scale=scale)
         return mixed.reshape(heads, query_count, value_dim).transpose(0, 1)
     mixed = scaled_dot_product_attention(
         query.reshape(kv_heads, group, query_count, dim),
@@ -224,27 +206,6 @@ def _attend_fused(
         value[:, None].expand(kv_heads, group, key_count, value_dim),
         attn_mask=mask,
         is_causal=mask is None,
-        scale=form.scale,
+        scale=scale,
     )
     return mixed.reshape(heads, query_count, value_dim).transpose(0, 1)
-
-
-def _attend_in_steps(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: _Form
-) -> torch.Tensor:
-    """Attention with soft-capped scores and sinks: a sink takes a share of the weight and adds no value."""
-    heads, query_count, dim = query.shape
-    kv_heads, key_count, value_dim = value.shape
-    group = heads // kv_heads
-    scores = query.reshape(kv_heads, group, query_count, dim) @ key[:, None].transpose(2, 3) * form.scale
-    if form.softcap is not None:
-        scores = torch.tanh(scores / form.softcap) * form.softcap
-    if mask is None and query_count > 1:
-        mask = _lower_right_mask(query_count, key_count, key_count, query.device)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    if form.sinks is not None:
-        sinks = form.sinks.to(scores.dtype).reshape(kv_heads, group, 1, 1).expand(-1, -1, query_count, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)[..., :key_count]
-    return (weights @ value[:, None]).reshape(heads, query_count, value_dim).transpose(0, 1)

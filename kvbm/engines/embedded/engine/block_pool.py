@@ -98,21 +98,6 @@ class BlockPool:
         self._block_of.clear()
         self._hash_of = [None] * self.block_count
 
-    def check(self) -> None:
-        """Raise InvariantError unless every block is in exactly one state and the index is a bijection."""
-        in_use = [block_id for block_id, count in enumerate(self._references) if count]
-        places = sorted([*self._free, *self._evictable, *in_use])
-        if places != list(range(self.block_count)):
-            raise InvariantError(
-                f"{self.block_count} blocks, but free {len(self._free)}, evictable {len(self._evictable)}, "
-                f"in use {len(in_use)}"
-            )
-        index = {self._hash_of[block_id]: block_id for block_id in range(self.block_count) if self._hash_of[block_id]}
-        if index != self._block_of or any(self._hash_of[block_id] for block_id in self._free):
-            raise InvariantError(f"the index has {len(self._block_of)} hashes, the blocks have {len(index)}")
-        if any(self._hash_of[block_id] is None for block_id in self._evictable):
-            raise InvariantError("an evictable block has no hash")
-
     def _evict_oldest(self) -> int:
         block_id, _ = self._evictable.popitem(last=False)
         block_hash = self._hash_of[block_id]

@@ -55,9 +55,9 @@ class EngineStats:
     counters: EngineCounters
 
 
-def _running_future() -> Future[bool]:
+def _running_future() -> Future[bool | None]:
     """Return a future that its waiter cannot cancel: the engine thread sets its result."""
-    future: Future[bool] = Future()
+    future: Future[bool | None] = Future()
     future.set_running_or_notify_cancel()
     return future
 
@@ -66,8 +66,8 @@ def _running_future() -> Future[bool]:
 class _Order:
     """A function to run between two steps, and the future of its result."""
 
-    run: Callable[[], bool]
-    done: Future[bool] = field(default_factory=_running_future)
+    run: Callable[[], bool | None]
+    done: Future[bool | None] = field(default_factory=_running_future)
 
     def execute(self) -> None:
         """Run the function. An error is set on the future, then ends the engine thread."""
@@ -156,16 +156,16 @@ class Engine:
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
             request = self.new_request(request_id, prompt_token_ids, params, self._forgetting(on_output), seed=seed)
             self._in_flight[request_id] = request
-            self._orders.put(_Order(lambda: self._add(request)))
+            self._orders.put(_Order(lambda: self.core.add(request)))
 
     def _wake(self) -> None:
-        self._orders.put(_Order(lambda: True))
+        self._orders.put(_Order(lambda: None))
 
     def abort(self, request_id: str) -> None:
         """End a request with finish reason "abort". Ignores a request that has ended."""
         self._orders.put(_Order(lambda: self.core.abort(request_id)))
 
-    def begin_reset(self) -> Future[bool]:
+    def begin_reset(self) -> Future[bool | None]:
         """Start to clear the prefix cache in G1 and in the connector. The future fails with EngineError if the engine
         dies; so does this call if it has died."""
         order = _Order(lambda: self.core.scheduler.reset_prefix_cache())
@@ -184,7 +184,7 @@ class Engine:
         with self._lock:
             self._is_stopping = True
         if self._thread.is_alive():
-            self._orders.put(_Order(lambda: True))
+            self._orders.put(_Order(lambda: None))
             self._thread.join(STOP_TIMEOUT_S)
         with self._lock:
             is_mine = not self._is_shut_down and not self._thread.is_alive()
@@ -264,10 +264,6 @@ class Engine:
             order.execute()
             for _ in range(queued):
                 self._orders.get_nowait().execute()
-
-    def _add(self, request: Request) -> bool:
-        self.core.add(request)
-        return True
 
     def _end_all(self, reason: FinishReason, failure: str | None) -> None:
         """Accept no more requests, and send every open request its last output."""

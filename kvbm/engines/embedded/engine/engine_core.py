@@ -65,8 +65,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request or the connector needs another step."""
-        return self.scheduler.has_requests or self.scheduler.has_pending_transfers
+        return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

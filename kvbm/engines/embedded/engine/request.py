@@ -20,16 +20,6 @@ from dataclasses import dataclass, field
 from kvbm import hashing
 
 
-class RequestStatus(enum.Enum):
-    """WAITING_FOR_REMOTE_KVS: blocks are allocated, and the connector is loading into them."""
-
-    WAITING = "waiting"
-    WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    FINISHED = "finished"
-
-
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -69,7 +59,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """New tokens of one request. The last output has a `finish_reason`, and only it has the counts below.
+    """The next token of one request; none if it is aborted or fails. The last output has a `finish_reason`, and only it
+    has the counts below.
 
     `queue_time_s` is the time from arrival to the first forward pass, including a load; `prefill_time_s` from there to
     the first token. They are None if the request did not reach that point.
@@ -109,7 +100,6 @@ class Request:
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     all_token_ids: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)

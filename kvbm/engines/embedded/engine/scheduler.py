@@ -25,7 +25,7 @@ from itertools import chain
 
 from kvbm.engines.embedded.engine.block_pool import BlockPool
 from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector, Step
-from kvbm.engines.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
+from kvbm.engines.embedded.engine.request import FinishReason, Request, RequestOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,6 @@ class Scheduler:
         """End a request in any state: notify the connector once, then free its blocks."""
         self._leave_queue(request)
         del self._requests[request.request_id]
-        request.status = RequestStatus.FINISHED
         if self._connector is not None:
             self._connector.request_finished(request)
         self._release(request.block_ids)
@@ -94,13 +93,9 @@ class Scheduler:
         return self._connector is None or self._connector.reset_cache()
 
     @property
-    def has_requests(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def has_pending_transfers(self) -> bool:
-        """Whether the connector needs steps, even if no request is left."""
-        return self._connector is not None and self._connector.has_pending_work()
+    def has_work(self) -> bool:
+        """Whether a request needs another step, or the connector, even if no request is left."""
+        return bool(self._requests) or (self._connector is not None and self._connector.has_pending_work())
 
     @property
     def running_count(self) -> int:
@@ -121,10 +116,8 @@ class Scheduler:
         decoding = [request for request in self._running if request.num_uncomputed_tokens == 1]
         prefilling = [request for request in self._running if request.num_uncomputed_tokens != 1]
         for request in chain(decoding, prefilling):
-            if request.status is not RequestStatus.RUNNING:
-                continue
             count = min(request.num_uncomputed_tokens, step.budget)
-            if count and self._grow(request, count, step):
+            if count and request not in step.preempted and self._grow(request, count, step):
                 self._compute(request, count, step)
 
     def _compute(self, request: Request, token_count: int, step: Step) -> None:
@@ -147,7 +140,6 @@ class Scheduler:
         step.preempted.append(victim)
         self._release(victim.block_ids)
         self._return_to_waiting(victim)
-        victim.status = RequestStatus.PREEMPTED
         self.counters.preemptions += 1
 
     def _return_to_waiting(self, request: Request) -> None:
@@ -157,7 +149,6 @@ class Scheduler:
         request.registered_blocks = 0
         request.may_register = True
         request.failed_block_ids.clear()
-        request.status = RequestStatus.WAITING
         place = sum(1 for other in self._waiting if other.arrival_index < request.arrival_index)
         self._waiting.insert(place, request)
 
@@ -194,19 +185,14 @@ class Scheduler:
             return
         count = min(request.num_uncomputed_tokens, step.budget)
         self._must_extend(request, local + count)
-        self._run(request)
+        self._running.append(request)
         self._compute(request, count, step)
 
     def _begin_load(self, request: Request, external: int) -> None:
         assert self._connector is not None, "only a connector loads"
         self._must_extend(request, request.num_computed_tokens)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._loading[request.request_id] = request
         self._connector.update_state_after_alloc(request, list(request.block_ids), external)
-
-    def _run(self, request: Request) -> None:
-        self._running.append(request)
-        request.status = RequestStatus.RUNNING
 
     def _local_hit(self, request: Request) -> list[int]:
         """Return the cached G1 blocks of this request, except the one with its last token, which must be computed."""
@@ -297,7 +283,7 @@ class Scheduler:
         self._register_computed(request)
         if self._connector is not None:
             request.num_disk_tokens, request.num_shared_tokens = self._connector.lower_tier_tokens(request)
-        self._run(request)
+        self._running.append(request)
 
     def _blocks_for(self, token_count: int) -> int:
         return -(-token_count // self._limits.block_size)

@@ -19,7 +19,6 @@ SUPPORTED = (
     "deepseek_v3",
     "gemma3_text",
     "glm4",
-    "gpt_oss",
     "granite",
     "llama",
     "mistral",

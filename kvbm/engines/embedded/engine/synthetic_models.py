@@ -1,11 +1,18 @@
 """Synthetic models: their configurations, with the keys of a Hugging Face `config.json`.
 
+    tiny     5M parameters; 8 KiB of float32 KV per token
+    small    81M parameters; 24 KiB of float32 KV per token
+    8b       the shapes of Qwen3-8B without most of its vocabulary: 7B parameters; 144 KiB of bfloat16 KV per token
+
 They have random weights, deterministic in the seed, and need no download. Their token ids are bytes, followed by the
 special tokens; `vocab_size` is the sum of both, so that every generated token can be decoded. The initializer range is
-wide enough that greedy outputs vary and differ between prompts.
+wide enough that greedy outputs vary and differ between prompts. synthetic_models.json has what they do not share.
 """
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 from kvbm.engines.make_model import SPECIAL_TOKENS
 
@@ -21,42 +28,11 @@ _SHARED: dict[str, object] = {
     "attention_bias": False,
     "tie_word_embeddings": False,
     "max_position_embeddings": 40960,
-    "initializer_range": 0.06,
     "bos_token_id": None,
     "pad_token_id": BYTE_COUNT,
     "eos_token_id": BYTE_COUNT + 2,
 }
-
 SYNTHETIC: dict[str, dict[str, object]] = {
-    # 5M parameters; 8 KiB of float32 KV per token
-    "tiny": {
-        **_SHARED,
-        "num_hidden_layers": 4,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
-    # 81M parameters; 24 KiB of float32 KV per token
-    "small": {
-        **_SHARED,
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "intermediate_size": 2400,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
-    # the shapes of Qwen3-8B without most of its vocabulary: 7B parameters; 144 KiB of bfloat16 KV per token
-    "8b": {
-        **_SHARED,
-        "num_hidden_layers": 36,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "initializer_range": 0.02,
-    },
+    name: _SHARED | facts
+    for name, facts in json.loads(Path(__file__).with_name("synthetic_models.json").read_text()).items()
 }

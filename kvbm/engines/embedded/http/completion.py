@@ -1,12 +1,10 @@
 """Completion: one request in progress, between the engine thread and the event loop.
 
     engine thread:  Engine -> on_output ──┐ call_soon_threadsafe
-    event loop:                           └─> _arrive -> take -> Choices -> HTTP
+    event loop:                           └─> _arrive -> next_part -> HTTP
 
 Only `_hand_over` runs in the engine thread, and it uses only the event loop. The engine sends exactly one last output
 per request, also after an abort. The creator of a Completion must `close` it.
-
-An HTTP request for several answers (`n`, or several prompts) has one Completion for each of them; see `choices.py`.
 """
 
 from __future__ import annotations
@@ -46,67 +44,56 @@ class CompletionFailed(Exception):
 
 
 class Completion:
-    """One request in progress. Collects the outputs of the engine and returns them as parts of an answer.
-
-    `index` is the number of its choice. `news` is set when it has new output, has ended or has failed.
-    """
+    """One request in progress. Collects the outputs of the engine and returns them as parts of an answer."""
 
     def __init__(
-        self,
-        served: Served,
-        request_id: str,
-        prompt_token_ids: list[int],
-        body: AnswerBody,
-        *,
-        news: asyncio.Event,
-        index: int = 0,
+        self, served: Served, request_id: str, body: AnswerBody, prompt_token_ids: list[int], params: SamplingParams
     ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
-        self.is_answered = False
-        self._index = index
+        self.prompt_tokens = len(prompt_token_ids)
+        self._request_id = request_id
+        self._prompt_token_ids = prompt_token_ids
+        self._params = params
         self._engine = served.engine
         self._metrics = served.metrics
         self._loop = asyncio.get_running_loop()
         decode = partial(served.codec.decode, skip_special_tokens=body.skip_special_tokens)
-        self._text = TextStream(decode, stop=tuple(body.stop), min_tokens=body.min_tokens)
+        self._text = TextStream(decode, stop=params.stop, min_tokens=params.min_tokens)
         self._token_count = 0
-        self._outputs: list[RequestOutput] = []
+        self._is_answered = False
+        self._news: asyncio.Queue[RequestOutput | CompletionFailed] = asyncio.Queue()
         self._last: RequestOutput | None = None
-        self._failure: str | None = None
-        self._news = news
-        self._ended = asyncio.Event()
         self._created = time.monotonic()
         self._latest_token: float | None = None
 
-    def submit(self, params: SamplingParams) -> None:
+    def submit(self) -> None:
         """Submit the request to the engine. Raises what `Engine.submit` raises."""
-        self._engine.submit(self.request_id, self.prompt_token_ids, params, self._hand_over)
+        self._engine.submit(self._request_id, self._prompt_token_ids, self._params, self._hand_over)
 
-    def take(self) -> list[AnswerPart]:
-        """Return the output since the last call. Raises CompletionFailed."""
-        if self._failure is not None and not self.is_answered:
-            raise CompletionFailed(self._failure)
-        outputs, self._outputs = self._outputs, []
-        return [self._part(output) for output in outputs if not self.is_answered]
+    async def next_part(self) -> AnswerPart | None:
+        """Wait for new output and return it; None once the answer is complete. Raises CompletionFailed."""
+        return None if self._is_answered else self._part(await self._next())
 
     async def usage(self) -> Usage:
-        """Wait for the last output of the request, which has the sources of its prompt tokens."""
-        await self._ended.wait()
-        if self._last is None:
-            raise CompletionFailed(self._failure or "the engine dropped the request")
+        """Wait for the last output of the request, which has the sources of its prompt tokens. Raises
+        CompletionFailed."""
+        while self._last is None:
+            await self._next()
         return Usage.of(self._last, completion_tokens=self._token_count)
 
     def fail(self, message: str) -> None:
-        """End the answer with an error, independently of the engine. Keeps the first reason."""
-        self._failure = self._failure or message
-        self._news.set()
-        self._ended.set()
+        """End the answer with an error, independently of the engine."""
+        self._news.put_nowait(CompletionFailed(message))
 
     def close(self) -> None:
         """Abort the request if it is still running. Safe to call at any time, also after the engine has stopped."""
         if self._last is None:
-            self._engine.abort(self.request_id)
+            self._engine.abort(self._request_id)
+
+    async def _next(self) -> RequestOutput:
+        news = await self._news.get()
+        if isinstance(news, CompletionFailed):
+            raise news
+        return news
 
     def _hand_over(self, output: RequestOutput) -> None:
         """Hand an output to the event loop. Runs in the engine thread. Outputs that arrive after the loop is closed are
@@ -119,10 +106,8 @@ class Completion:
             self._measure_tokens()
         if output.finish_reason is not None:
             self._last = output
-            self._ended.set()
             self._metrics.request_ended(output, seconds=time.monotonic() - self._created)
-        self._outputs.append(output)
-        self._news.set()
+        self._news.put_nowait(output)
 
     def _measure_tokens(self) -> None:
         now = time.monotonic()
@@ -135,26 +120,12 @@ class Completion:
     def _part(self, output: RequestOutput) -> AnswerPart:
         if output.finish_reason is not None and output.finish_reason not in ENDED_BY_ITSELF:
             raise CompletionFailed(output.error or "the engine dropped the request")
-        part = AnswerPart(index=self._index)
-        for index, token_id in enumerate(output.new_token_ids):
-            is_end_token = output.finish_reason is FinishReason.STOP and index == len(output.new_token_ids) - 1
-            self._add_token(part, output, index, text_of=None if is_end_token else token_id)
-            if self._text.found_stop is not None:
-                break
-        self._end(part, output)
-        return part
-
-    def _add_token(self, part: AnswerPart, output: RequestOutput, index: int, *, text_of: int | None) -> None:
-        """Add one token. The token that ends an answer counts, but is not part of its text."""
-        self._token_count += 1
-        part.token_ids.append(output.new_token_ids[index])
-        part.offsets.append(self._text.characters)
-        if output.logprobs is not None:
-            part.logprobs.append(output.logprobs[index])
-        if text_of is not None:
-            part.text += self._text.add(text_of)
-
-    def _end(self, part: AnswerPart, output: RequestOutput) -> None:
+        part = AnswerPart(token_ids=output.new_token_ids, logprobs=output.logprobs or [])
+        for token_id in output.new_token_ids:
+            self._token_count += 1
+            part.offsets.append(self._text.characters)
+            if output.finish_reason is not FinishReason.STOP:  # the end token counts, but is not part of the text
+                part.text += self._text.add(token_id)
         if output.finish_reason is not None and self._text.found_stop is None:
             part.text += self._text.finish()
         if self._text.found_stop is not None:
@@ -162,4 +133,5 @@ class Completion:
             self.close()
         elif output.finish_reason is not None:
             part.finish_reason = output.finish_reason.value
-        self.is_answered = part.finish_reason is not None
+        self._is_answered = part.finish_reason is not None
+        return part

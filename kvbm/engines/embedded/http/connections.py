@@ -11,9 +11,7 @@ A client that leaves, or ends its side, cancels its request. Input that is not H
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import socket
 
 from aiohttp import web
@@ -22,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvbm.engines.embedded.http.request_fields import RequestError
 from kvbm.text.outside import shown
 
+BACKLOG = 128
 KEEPALIVE_S = 75.0
 BODY_TIMEOUT_S = 60.0
 
@@ -51,22 +50,14 @@ def _is_worth_a_traceback(record: logging.LogRecord) -> bool:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Listen on all addresses of `host` that this machine has. Raise OSError, with a number, if it is not possible."""
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        if error.errno is None:  # later Pythons try every address; if this machine has none of them, they say only that
-            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from error
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
-            )
-        except socket.gaierror:  # it has IPv6 addresses only
-            raise error from None
-        for address in dict.fromkeys(str(one[4][0]) for one in found):  # `localhost` on a machine without IPv6
-            await web.TCPSite(runner, address, port).start()
+    """Listen on an address; of a name, on its IPv4 address. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    await web.SockSite(runner, socket.create_server((host, port), family=family, backlog=BACKLOG)).start()
+
+
+def not_served(request: web.Request, error: web.HTTPException) -> str:
+    """Return the message for a request that no handler takes."""
+    return f"{shown(request.path)} with {shown(request.method)} is not served: {shown(error.reason)}"
 
 
 async def body_of(request: web.Request) -> bytes:

@@ -12,41 +12,38 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
-from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
-from kvbm.engines.embedded.http.choices import Choices
 from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
-from kvbm.engines.embedded.http.connections import body_of
+from kvbm.engines.embedded.http.connections import body_of, not_served
 from kvbm.engines.embedded.http.openai_requests import (
     AnswerBody,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     TokenizeBody,
 )
 from kvbm.engines.embedded.http.openai_responses import (
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
-    Head,
     Json,
     dumps,
     error_body,
     model_body,
 )
-from kvbm.engines.embedded.http.prompt import check_model, check_token_ids, encode, prepare
+from kvbm.engines.embedded.http.prompt import check_model, encode, prepare
 from kvbm.engines.embedded.http.request_fields import RequestError, read_body, wrong
 from kvbm.engines.embedded.http.response_writer import stream_response, whole_body
 from kvbm.engines.embedded.http.service import Service
 from kvbm.engines.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
 from kvbm.errors import EngineError
+from kvbm.observe.decision_trace import kvbm_version
 from kvbm.text.outside import shown
 
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
-MAX_REQUEST_ID_CHARACTERS = 200
 REQUEST_ID = "X-Request-Id"
+CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -61,7 +58,6 @@ def create_app(service: Service) -> web.Application:
             web.get("/v1/models", endpoints.models),
             web.get("/v1/models/{name:.+}", endpoints.model),
             web.post("/tokenize", endpoints.tokenize),
-            web.post("/detokenize", endpoints.detokenize),
             web.post("/reset_prefix_cache", endpoints.reset_prefix_cache),
             web.get("/health", endpoints.health),
             web.get("/metrics", endpoints.metrics),
@@ -83,19 +79,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except EngineError as error:  # it is not running
         return _json(error_body(error.message, status=503, code="engine_failed"), status=503)
     except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        return _json(error_body(_http_error_text(request, error), status=error.status), status=error.status)
-
-
-def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
-    match error:
-        case web.HTTPMethodNotAllowed():
-            allowed = " or ".join(sorted(error.allowed_methods))
-            return f"{shown(request.path)} accepts {allowed}, not {shown(request.method)}"
-        case web.HTTPNotFound():
-            return f"unknown endpoint {shown(request.path)}"
-    return shown(error.text or error.reason)
+        return _json(error_body(not_served(request, error), status=error.status), status=error.status)
 
 
 class _Endpoints:
@@ -113,35 +97,36 @@ class _Endpoints:
         self,
         request: web.Request,
         form: type[CompletionBody] | type[ChatBody],
-        create_format: Callable[[Head], AnswerFormat],
+        answer_format: type[AnswerFormat],
         prefix: str,
     ) -> web.StreamResponse:
         served = self._service.ready()
         client_id = _request_id(request)
         body: AnswerBody = read_body(form, await body_of(request))
-        prepared = await prepare(served, body)
+        token_ids, params = await prepare(served, body)
         answer_id = f"{prefix}-{client_id}"
-        news = asyncio.Event()
-        completions = [
-            Completion(served, f"{answer_id}-{next(self._number)}", token_ids, body, news=news, index=index)
-            for index, (token_ids, _) in enumerate(prepared)
-        ]
-        choices = Choices(completions, per_prompt=body.n, news=news)
-        answer = create_format(_head(served, answer_id, body, [token_ids for token_ids, _ in prepared]))
+        completion = Completion(served, f"{answer_id}-{next(self._number)}", body, token_ids, params)
+        answer = answer_format(
+            answer_id=answer_id,
+            model=served.engine.model_name,
+            created_unix_s=int(time.time()),
+            wants_logprobs=body.sampling.logprobs is not None,
+            prompt_token_ids=token_ids if body.return_token_ids else None,
+            token_text=served.codec.token_text,
+            token_bytes=served.codec.token_bytes,
+        )
         self._service.ready()  # the server may have started to stop while the body arrived
-        self._service.running.update(completions)
+        self._service.running.add(completion)
         try:
-            for completion, (_, params) in zip(completions, prepared, strict=True):
-                completion.submit(params)
-            parts = await choices.next_parts()
+            completion.submit()
+            part = await completion.next_part()  # a failure until here has its own status
             headers = {REQUEST_ID: client_id}
             if body.stream:
-                return await stream_response(request, choices, parts, answer, body, headers)
-            return _json(await whole_body(choices, parts, answer), headers=headers)
+                return await stream_response(request, completion, part, answer, body, headers)
+            return _json(await whole_body(completion, part, answer), headers=headers)
         finally:
-            self._service.running.difference_update(completions)
-            for completion in completions:
-                completion.close()
+            self._service.running.discard(completion)
+            completion.close()
 
     async def models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._model(self._service.ready())]})
@@ -161,15 +146,7 @@ class _Endpoints:
         check_model(served.engine, body.model)
         prompt, special = (body, False) if body.prompt is None else (body.prompt, body.add_special_tokens)
         token_ids = await encode(served.codec, prompt, adds_special_tokens=special, max_tokens=most)
-        texts = [served.codec.token_text(one) for one in token_ids] if body.return_token_strs else None
-        return _json({"count": len(token_ids), "max_model_len": most, "tokens": token_ids, "token_strs": texts})
-
-    async def detokenize(self, request: web.Request) -> web.Response:
-        served = self._service.ready()
-        body = read_body(DetokenizeBody, await body_of(request))
-        check_model(served.engine, body.model)
-        check_token_ids(served, body.tokens, "tokens")
-        return _json({"prompt": await asyncio.to_thread(served.codec.decode, body.tokens, skip_special_tokens=False)})
+        return _json({"count": len(token_ids), "max_model_len": most, "tokens": token_ids})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Clear the prefix cache in G1 and in the connector."""
@@ -190,13 +167,7 @@ class _Endpoints:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_METRICS})
 
     async def version(self, request: web.Request) -> web.Response:
-        try:
-            return _json({"version": version("kvbm-cli")})
-        except PackageNotFoundError:
-            return _json({"version": "unknown"})
-
-
-CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+        return _json({"version": kvbm_version()})
 
 
 def _require_token(request: web.Request, token: str | None) -> None:
@@ -218,24 +189,7 @@ def _request_id(request: web.Request) -> str:
         return os.urandom(12).hex()
     if not (client_id and client_id.isascii() and client_id.isprintable()):
         raise RequestError(f"the header {REQUEST_ID} must be printable ASCII", param=REQUEST_ID)
-    if len(client_id) > MAX_REQUEST_ID_CHARACTERS:
-        raise RequestError(
-            f"the header {REQUEST_ID} has {len(client_id)} characters: at most {MAX_REQUEST_ID_CHARACTERS} are allowed",
-            param=REQUEST_ID,
-        )
     return client_id
-
-
-def _head(served: Served, answer_id: str, body: AnswerBody, prompt_token_ids: list[list[int]]) -> Head:
-    return Head(
-        answer_id=answer_id,
-        model=served.engine.model_name,
-        created_unix_s=int(time.time()),
-        wants_logprobs=body.sampling.logprobs is not None,
-        prompt_token_ids=prompt_token_ids if body.return_token_ids else None,
-        token_text=served.codec.token_text,
-        token_bytes=served.codec.token_bytes,
-    )
 
 
 def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

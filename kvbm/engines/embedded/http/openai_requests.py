@@ -6,7 +6,7 @@ the tokens are accepted only with the value that means "off". `prompt.py` makes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -16,7 +16,6 @@ from kvbm.engines.embedded.http.request_fields import Body, Off, RequestError, w
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
-MAX_CHOICES = 128  # also the highest `n` of the OpenAI API
 LOWEST_TEMPERATURE = 1e-5
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -30,23 +29,18 @@ def _stops(value: Any) -> list[str]:
     return stops
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    """Return the prompts of a string, a list of token ids, or a list of several of these."""
-    prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    if not all(prompt and (isinstance(prompt, str) or _is_token_list(prompt)) for prompt in prompts):
-        raise wrong_value("a string or a list of token ids, not empty, or a list of several of these")
-    return prompts
+def _prompt(value: Any) -> str | list[int]:
+    """Return a string or a list of token ids, also of a list that has nothing else."""
+    is_wrapped = isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list)
+    prompt: str | list[int] = value[0] if is_wrapped else value
+    if not prompt or not (isinstance(prompt, str) or _is_token_list(prompt)):
+        raise wrong_value("one string or list of token ids, not empty")
+    return prompt
 
 
 def _is_token_list(value: object) -> bool:
     """Return whether all elements are integers and none is a boolean. A set of types is fast for a long prompt."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
-
-
-def _token_list(value: Any) -> Any:
-    if not _is_token_list(value):
-        raise wrong_value("a list of token ids")
-    return value
 
 
 def _text(value: Any) -> str:
@@ -88,6 +82,7 @@ class GenerationBody(Body):
         **dict.fromkeys(("bad_words", "stop_token_ids"), ([],)),
         "use_beam_search": (False,),
         "spaces_between_special_tokens": (True,),
+        "n": (1,),
         "priority": (0,),
         "logit_bias": ({},),
     }
@@ -97,7 +92,6 @@ class GenerationBody(Body):
     )
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Positive | None = None
     min_tokens: Natural = 0
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -144,24 +138,9 @@ class CompletionBody(GenerationBody):
     default_max_tokens = 16  # of the OpenAI API
     OFF: ClassVar[Off] = {**GenerationBody.OFF, "best_of": (1,), "suffix": ("",)}
 
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(_prompt)]
     add_special_tokens: bool = True
     logprobs: Logprobs | None = None
-
-    @model_validator(mode="after")
-    def _has_few_answers(self) -> Self:
-        prompts, choices = len(self.prompt), self.n
-        if prompts * choices > MAX_CHOICES:
-            raise RequestError(
-                f"{prompts} prompts with `n` {choices} are {prompts * choices} answers: at most {MAX_CHOICES} are "
-                "allowed in one request",
-                param="prompt",
-            )
-        return self
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        return self.prompt  # type: ignore[no-any-return]
 
     @property
     def token_limit(self) -> int | None:
@@ -225,8 +204,8 @@ class ChatBody(GenerationBody, Conversation):
         return self
 
     @property
-    def prompts(self) -> Sequence[Conversation]:
-        return [self]
+    def prompt(self) -> Conversation:
+        return self
 
     @property
     def token_limit(self) -> int | None:
@@ -242,18 +221,12 @@ class TokenizeBody(Conversation):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("exactly one of `prompt` and `messages` is required", param="prompt")
         return self
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: Annotated[Any, AfterValidator(_token_list)]
 
 
 Prompt = str | Conversation | list[int]

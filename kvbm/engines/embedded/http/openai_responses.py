@@ -1,6 +1,7 @@
 """OpenAI response bodies: whole answers, stream chunks and errors, with vLLM's extensions.
 
-An `AnswerPart` is a part of an answer; a whole answer is one part. The two formats differ in where the text is placed.
+An `AnswerPart` is a part of an answer; a whole answer is one part. Every answer is the only choice of its request. The
+two formats differ in where the text is placed.
 vLLM's extensions are `token_ids`, `prompt_token_ids` (requested by `return_token_ids`) and `stop_reason`. kvbm's own is
 `cached_tokens_by_tier`, which splits the cached prompt tokens into device (G1), host (G2) and disk (G3).
 """
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from kvbm.engines.embedded.engine.request import RequestOutput, TokenLogprobs
@@ -24,9 +26,8 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class AnswerPart:
-    """A part of the answer of choice `index`. `offsets` are the positions of its tokens in the text of that answer."""
+    """A part of an answer. `offsets` are the positions of its tokens in the text of the answer."""
 
-    index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -65,12 +66,6 @@ class Usage:
         host_tokens = external_tokens - disk_tokens - shared_tokens
         return cls(prompt_tokens, completion_tokens, device_tokens, host_tokens, disk_tokens, shared_tokens)
 
-    @classmethod
-    def sum(cls, prompts: Sequence[Usage], *, completion_tokens: int) -> Usage:
-        """Return the usage of a request with several prompts."""
-        totals = {one.name: sum(getattr(each, one.name) for each in prompts) for one in fields(cls)}
-        return cls(**{**totals, "completion_tokens": completion_tokens})
-
     @property
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.device_tokens - self.external_tokens
@@ -102,65 +97,69 @@ def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """Fields that all bodies of one answer share. `prompt_token_ids` has the prompt of every choice; it is None unless
-    the client requested token ids.
+class AnswerFormat(ABC):
+    """Response format of one endpoint, with the fields that all bodies of one answer share. `prompt_token_ids` is None
+    unless the client requested token ids.
     """
+
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    has_prompt_in_choice: ClassVar[bool]
 
     answer_id: str
     model: str
     created_unix_s: int
     wants_logprobs: bool
-    prompt_token_ids: list[list[int]] | None
+    prompt_token_ids: list[int] | None
     token_text: Callable[[int], str]
     token_bytes: Callable[[int], bytes | None]
 
-    def to_json(self, kind: str) -> Json:
-        return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
+    def whole(self, part: AnswerPart, usage: Usage) -> Json:
+        body = self._body(self.whole_kind, [self._choice(part, is_whole=True, is_first=True)])
+        return {**body, **({} if self.has_prompt_in_choice else self._prompt()), "usage": usage.to_json()}
 
-
-class AnswerFormat(Protocol):
-    """Response format of one endpoint. `opening` is the chunk that precedes the first part of a choice."""
-
-    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json: ...
-
-    def opening(self, index: int) -> Json | None: ...
-
-    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json: ...
-
-    def usage_chunk(self, usage: Usage) -> Json: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionFormat:
-    """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
-
-    head: Head
-
-    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
-        choices = [self._choice(part, is_first=True) for part in parts]
-        return {**self.head.to_json("text_completion"), "choices": choices, "usage": usage.to_json()}
-
-    def opening(self, index: int) -> None:
+    def opening(self) -> Json | None:
+        """Return the chunk that precedes the first part, None without one."""
         return None
 
     def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
-        return {**self.head.to_json("text_completion"), "choices": [self._choice(part, is_first=is_first)]}
+        return self._body(self.chunk_kind, [self._choice(part, is_whole=False, is_first=is_first)])
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return {**self.head.to_json("text_completion"), "choices": [], "usage": usage.to_json()}
+        return {**self._body(self.chunk_kind, []), "usage": usage.to_json()}
 
-    def _choice(self, part: AnswerPart, *, is_first: bool) -> Json:
-        choice: Json = {"index": part.index, "text": part.text, "logprobs": self._logprobs(part), **_ending(part)}
-        if self.head.prompt_token_ids is not None:
+    @abstractmethod
+    def _content(self, part: AnswerPart, *, is_whole: bool) -> Json: ...
+
+    @abstractmethod
+    def _logprobs(self, part: AnswerPart) -> Json: ...
+
+    def _body(self, kind: str, choices: list[Json]) -> Json:
+        about = {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
+        return {**about, "choices": choices}
+
+    def _prompt(self) -> Json:
+        return {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids}
+
+    def _choice(self, part: AnswerPart, *, is_whole: bool, is_first: bool) -> Json:
+        logprobs = self._logprobs(part) if self.wants_logprobs else None
+        choice = {"index": 0, **self._content(part, is_whole=is_whole), "logprobs": logprobs}
+        choice |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        if self.prompt_token_ids is not None:
             choice["token_ids"] = part.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = self.head.prompt_token_ids[part.index]
-        return choice
+        return {**choice, **(self._prompt() if is_first and self.has_prompt_in_choice else {})}
 
-    def _logprobs(self, part: AnswerPart) -> Json | None:
-        if not self.head.wants_logprobs:
-            return None
+
+class CompletionFormat(AnswerFormat):
+    """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
+
+    whole_kind = chunk_kind = "text_completion"
+    has_prompt_in_choice = True
+
+    def _content(self, part: AnswerPart, *, is_whole: bool) -> Json:
+        return {"text": part.text}
+
+    def _logprobs(self, part: AnswerPart) -> Json:
         return {
             "text_offset": part.offsets,
             "token_logprobs": [_json_logprob(token.logprob) for token in part.logprobs],
@@ -176,51 +175,30 @@ class CompletionFormat:
 
     def _name(self, token_id: int) -> str:
         """Return the token's text, or its bytes if the token is not a whole character."""
-        raw = self.head.token_bytes(token_id)
-        text = self.head.token_text(token_id)
+        raw = self.token_bytes(token_id)
+        text = self.token_text(token_id)
         if raw is None or "�" not in text:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatFormat:
-    """/v1/chat/completions. The opening chunk of each choice has the role and no text."""
+class ChatFormat(AnswerFormat):
+    """/v1/chat/completions. The opening chunk has the role and no text."""
 
-    head: Head
+    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    has_prompt_in_choice = False
 
-    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
-        choices = [
-            self._choice(part, "message", {"role": "assistant", "content": part.text, "refusal": None})
-            for part in parts
-        ]
-        body = {**self.head.to_json("chat.completion"), "choices": choices}
-        return {**body, **self._prompt(), "usage": usage.to_json()}
-
-    def opening(self, index: int) -> Json:
+    def opening(self) -> Json:
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice], **self._prompt()}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self._body(self.chunk_kind, [choice]), **self._prompt()}
 
-    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
-        choice = self._choice(part, "delta", {"content": part.text})
-        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice]}
+    def _content(self, part: AnswerPart, *, is_whole: bool) -> Json:
+        if is_whole:
+            return {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+        return {"delta": {"content": part.text}}
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return {**self.head.to_json("chat.completion.chunk"), "choices": [], "usage": usage.to_json()}
-
-    def _prompt(self) -> Json:
-        return {} if self.head.prompt_token_ids is None else {"prompt_token_ids": self.head.prompt_token_ids[0]}
-
-    def _choice(self, part: AnswerPart, name: str, content: Json) -> Json:
-        choice: Json = {"index": part.index, name: content, "logprobs": self._logprobs(part), **_ending(part)}
-        if self.head.prompt_token_ids is not None:
-            choice["token_ids"] = part.token_ids
-        return choice
-
-    def _logprobs(self, part: AnswerPart) -> Json | None:
-        if not self.head.wants_logprobs:
-            return None
+    def _logprobs(self, part: AnswerPart) -> Json:
         content = [
             {
                 **self._token(token.token_id, token.logprob),
@@ -231,15 +209,15 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> Json:
-        raw = self.head.token_bytes(token_id)
+        raw = self.token_bytes(token_id)
         return {
-            "token": self.head.token_text(token_id),
+            "token": self.token_text(token_id),
             "logprob": _json_logprob(logprob),
             "bytes": None if raw is None else list(raw),
         }
 
 
-def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> Json:
+def error_body(message: str, *, status: int, param: str | None = None, code: str | int | None = None) -> Json:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -257,10 +235,6 @@ def event(body: Json) -> bytes:
 def dumps(value: object) -> bytes:
     """Encode as compact ASCII JSON. Raises ValueError for NaN, which is not JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _ending(part: AnswerPart) -> Json:
-    return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
 
 
 def _json_logprob(logprob: float) -> float:

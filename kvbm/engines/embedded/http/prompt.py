@@ -23,29 +23,17 @@ LONG_TEXT_CHARACTERS = 16_384  # above, chat template and tokenizer run in a sep
 CHARACTERS_PER_MESSAGE = 64  # what a chat template adds
 
 
-async def prepare(served: Served, body: AnswerBody) -> list[tuple[list[int], SamplingParams]]:
-    """Return prompt token ids and sampling parameters of every choice, all choices of the first prompt first.
-
-    Raises RequestError if the engine cannot serve the request.
-    """
+async def prepare(served: Served, body: AnswerBody) -> tuple[list[int], SamplingParams]:
+    """Return prompt token ids and sampling parameters. Raises RequestError if the engine cannot serve the request."""
     check_model(served.engine, body.model)
     sampling = body.sampling
     if sampling.stop and not served.codec.has_text:
         raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
-    choices = []
-    for prompt in body.prompts:
-        token_ids = await _token_ids(served, prompt, adds_special_tokens=body.add_special_tokens)
-        max_tokens = _max_tokens(served.engine, len(token_ids), body)
-        if sampling.min_tokens > max_tokens:
-            raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
-        params = replace(sampling, max_tokens=max_tokens)
-        choices += [(token_ids, _of_choice(params, index)) for index in range(body.n)]
-    return choices
-
-
-def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
-    """Return parameters with a seed for this choice of a prompt. The first choice keeps the seed of the client."""
-    return params if params.seed is None else replace(params, seed=params.seed + index)
+    token_ids = await _token_ids(served, body.prompt, adds_special_tokens=body.add_special_tokens)
+    max_tokens = _max_tokens(served.engine, len(token_ids), body)
+    if sampling.min_tokens > max_tokens:
+        raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
+    return token_ids, replace(sampling, max_tokens=max_tokens)
 
 
 def check_model(engine: Engine, name: str | None) -> None:
@@ -54,18 +42,18 @@ def check_model(engine: Engine, name: str | None) -> None:
         raise RequestError(error.message, param="model", code="model_not_found", status=404)
 
 
-def check_token_ids(served: Served, token_ids: list[int], name: str) -> None:
+def _check_token_ids(served: Served, token_ids: list[int]) -> None:
     size = served.vocabulary_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
         index = next(index for index, token_id in enumerate(token_ids) if not 0 <= token_id < size)
-        error = wrong(f"{name}[{index}]", token_ids[index], f"a token id from 0 to {size - 1}")
-        raise RequestError(error.message, param=name)
+        error = wrong(f"prompt[{index}]", token_ids[index], f"a token id from 0 to {size - 1}")
+        raise RequestError(error.message, param="prompt")
 
 
 async def _token_ids(served: Served, prompt: Prompt, *, adds_special_tokens: bool) -> list[int]:
     """Return the prompt's tokens, validated except for their number."""
     if isinstance(prompt, list):
-        check_token_ids(served, prompt, "prompt")
+        _check_token_ids(served, prompt)
         return prompt
     most = served.engine.max_model_len
     token_ids = await encode(served.codec, prompt, adds_special_tokens=adds_special_tokens, max_tokens=most)

@@ -1,14 +1,12 @@
-"""Response writer: sends the answers of a request as one JSON body, or as a stream of server-sent events."""
+"""Response writer: sends the answer to a request as one JSON body, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 from aiohttp import web
 
-from kvbm.engines.embedded.http.choices import Choices
-from kvbm.engines.embedded.http.completion import CompletionFailed
+from kvbm.engines.embedded.http.completion import Completion, CompletionFailed
 from kvbm.engines.embedded.http.openai_requests import AnswerBody, StreamOptions
 from kvbm.engines.embedded.http.openai_responses import (
     DONE,
@@ -21,20 +19,19 @@ from kvbm.engines.embedded.http.openai_responses import (
 )
 
 
-async def whole_body(choices: Choices, parts: list[AnswerPart], answer: AnswerFormat) -> Json:
-    """Wait for the complete answers. Raises CompletionFailed."""
-    whole: dict[int, AnswerPart] = {}
-    while parts:
-        for part in parts:
-            whole.setdefault(part.index, AnswerPart(index=part.index)).append(part)
-        parts = await choices.next_parts()
-    return answer.whole([whole[index] for index in sorted(whole)], await choices.usage())
+async def whole_body(completion: Completion, part: AnswerPart | None, answer: AnswerFormat) -> Json:
+    """Wait for the complete answer, which begins with `part`. Raises CompletionFailed."""
+    whole = AnswerPart()
+    while part is not None:
+        whole.append(part)
+        part = await completion.next_part()
+    return answer.whole(whole, await completion.usage())
 
 
 async def stream_response(
     request: web.Request,
-    choices: Choices,
-    parts: list[AnswerPart],
+    completion: Completion,
+    part: AnswerPart | None,
     answer: AnswerFormat,
     body: AnswerBody,
     headers: Mapping[str, str],
@@ -43,9 +40,16 @@ async def stream_response(
     response = web.StreamResponse(
         headers={**headers, "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
+    events = _Events(completion, answer, body.usage_in_stream)
     try:
         await response.prepare(request)
-        await _write_events(response, choices, parts, _Events(choices, answer, body.usage_in_stream))
+        try:
+            while part is not None:
+                await response.write(events.of(part))
+                part = await completion.next_part()
+            await response.write(await events.last() + DONE)
+        except CompletionFailed as error:
+            await response.write(event(error_body(str(error), status=500, code="engine_failed")) + DONE)
         await response.write_eof()
     except ConnectionResetError:
         if request.transport is not None:
@@ -53,43 +57,30 @@ async def stream_response(
     return response
 
 
-async def _write_events(
-    response: web.StreamResponse, choices: Choices, parts: list[AnswerPart], events: _Events
-) -> None:
-    try:
-        while parts:
-            await response.write(b"".join(events.of(parts)))
-            parts = await choices.next_parts()
-        await response.write(await events.last() + DONE)
-    except CompletionFailed as error:
-        await response.write(event(error_body(str(error), status=500, code="engine_failed")) + DONE)
-
-
 class _Events:
-    """Encodes parts as events. Counts the tokens that were sent for each choice."""
+    """Encodes parts as events. Counts the tokens that were sent."""
 
-    def __init__(self, choices: Choices, answer: AnswerFormat, usage: StreamOptions) -> None:
-        self._choices = choices
+    def __init__(self, completion: Completion, answer: AnswerFormat, usage: StreamOptions) -> None:
+        self._completion = completion
         self._answer = answer
         self._options = usage
-        self._sent_tokens: Counter[int] = Counter()
+        self._is_first = True
+        self._sent_tokens = 0
 
-    def of(self, parts: Iterable[AnswerPart]) -> Iterator[bytes]:
-        for part in parts:
-            is_first = part.index not in self._sent_tokens
-            opening = self._answer.opening(part.index) if is_first else None
-            if opening is not None:
-                yield event({**opening, **self._usage(part.index)})
-            self._sent_tokens[part.index] += len(part.token_ids)
-            yield event({**self._answer.chunk(part, is_first=is_first), **self._usage(part.index)})
+    def of(self, part: AnswerPart) -> bytes:
+        is_first, self._is_first = self._is_first, False
+        opening = self._answer.opening() if is_first else None
+        begin = b"" if opening is None else event({**opening, **self._usage()})
+        self._sent_tokens += len(part.token_ids)
+        return begin + event({**self._answer.chunk(part, is_first=is_first), **self._usage()})
 
     async def last(self) -> bytes:
         """Return the event with the usage of the whole request, if the client requested it. Raises CompletionFailed."""
         if not self._options.include_usage:
             return b""
-        return event(self._answer.usage_chunk(await self._choices.usage()))
+        return event(self._answer.usage_chunk(await self._completion.usage()))
 
-    def _usage(self, index: int) -> Json:
+    def _usage(self) -> Json:
         if self._options.continuous_usage_stats:
-            return {"usage": token_counts(self._choices.prompt_tokens(index), self._sent_tokens[index])}
+            return {"usage": token_counts(self._completion.prompt_tokens, self._sent_tokens)}
         return {"usage": None} if self._options.include_usage else {}

@@ -102,7 +102,8 @@ class Server:
                 self._service.failure = str(engine.failure or "the engine thread ended")
                 self._service.fail_running(f"the engine failed: {self._service.failure}")
                 return
-            await _wait(self._stop, WATCH_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), WATCH_S)
 
     async def _load_engine(self) -> None:
         """Load the engine in a thread. Leaves `service.served` None if a signal came first. Raises what loading raised.
@@ -153,11 +154,3 @@ class Server:
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # keep serving if the log cannot be written, for example on a full disk
             print(text, file=sys.stderr, flush=True)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return

@@ -13,7 +13,6 @@ released, or creates a new one. It never takes over another existing instance, w
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -47,11 +46,10 @@ from kvbm.tiers.disk.orders import (
     Write,
 )
 from kvbm.tiers.disk.settings import DiskSettings, Namespace
-from kvbm.tiers.disk.wear import Wear, WearMeter
+from kvbm.tiers.disk.wear import WearMeter
 from kvbm.tiers.rates import KnownRates
 from kvbm.types import SegmentInfo
 
-FOUND_BATCH_BLOCKS = 1024
 CHECK_INTERVAL_S = 0.01
 
 log = logging.getLogger(__name__)
@@ -82,14 +80,13 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
         """As of each process. Also False while a clear is not durable. Submit nothing then."""
         return super().is_on and not self._unanswered_clears
 
-    def wear(self) -> Wear:
-        return Wear(None, None) if self._wear is None else self._wear.measure(self.counters.bytes_written)
+    def wear(self) -> dict[str, float]:
+        return {} if self._wear is None else self._wear.measure(self.counters.bytes_written)
 
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
         """Return the next batch of blocks found at opening, oldest first, each block once.
 
-        Batches are small, so that an engine's step can process one. None if the next batch has not arrived, for
-        ANSWER_LIMIT_S if the call `waits`, or if the process has ended.
+        None if the next batch has not arrived, for ANSWER_LIMIT_S if the call `waits`, or if the process has ended.
         """
         deadline_s = time.monotonic() + deadlines.ANSWER_LIMIT_S
         while not self._found and self.is_alive and not self._has_all_found:
@@ -105,7 +102,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
                 break
         if self._found:
             return self._found.popleft()
-        return FoundBlocks(b"", b"", is_last=True) if self._has_all_found else None
+        return FoundBlocks([], [], is_last=True) if self._has_all_found else None
 
     def forget(self, disk_slots: Sequence[int]) -> None:
         """Delete blocks, durably soon, in order of submission with writes."""
@@ -146,7 +143,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskStorageCounters]):
             case FoundBlocks():
                 self._is_recover_pending = False
                 if not self._has_all_found:
-                    self._found.extend(message.parts(FOUND_BATCH_BLOCKS))
+                    self._found.append(message)
                     self._has_all_found = message.is_last
             case _:
                 super()._handle(message)
@@ -283,7 +280,6 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskStorageCounters]
 
     def _open_next(self) -> DiskClient:
         settings, namespace = self._named.result()
-        _require_there(self._segments)
         settings = replace(settings, io="threads") if self._uses_threads else settings
         instance, cores = self._path if settings.persist else None, frozenset(allowed_cores())
         order = Open(settings, namespace, tuple(self._segments), self._hash_bytes, cores, instance, self._device)
@@ -337,14 +333,3 @@ def _invalidate(path: Path) -> None:
 
     with suppress(RuntimeError):
         start(threading.Thread(target=invalidate, name="kvbm-disk-invalidate", daemon=True))
-
-
-def _require_there(segments: Sequence[SegmentInfo]) -> None:
-    """Raise EnvironmentProblem if a rank has ended: no process could map its host memory."""
-    for segment in segments:
-        try:
-            length = os.stat(f"/proc/{segment.pid}/fd/{segment.fd}").st_size
-        except OSError:
-            length = 0
-        if length != segment.length:
-            raise EnvironmentProblem(f"the host memory of rank {segment.rank} is gone")

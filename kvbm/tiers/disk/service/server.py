@@ -34,6 +34,8 @@ from kvbm.tiers.disk.orders import (
 from kvbm.tiers.disk.storage import DiskStorage
 from kvbm.tiers.rates import KnownRates
 
+BATCHES_AT_ONCE = 4  # of found blocks: about as many as a step of an engine registers
+
 
 class DiskServer(StorageServer[DiskStorage]):
     """`_clears` are not durable yet."""
@@ -47,7 +49,10 @@ class DiskServer(StorageServer[DiskStorage]):
             case Read() | Write():
                 self._submit(message)
             case Recover():
-                self._channel.send(self._storage.recovered())
+                for _ in range(BATCHES_AT_ONCE):
+                    self._channel.send(found := self._storage.recovered())
+                    if found.is_last:
+                        break
             case Forget():
                 self._storage.forget(message.disk_slots)
             case KnownRates():

@@ -14,7 +14,6 @@ obstore: it copies them a second time (bench/micro/shared_obstore.py compares bo
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
@@ -54,20 +53,17 @@ WITHOUT_LINKS = (  # what a file system without hard links answers
     ENOTSUPP,
 )
 
-log = logging.getLogger(__name__)
-
 
 class DirectoryStore(TimedStore):
     name = "directory"
     measured = (Outcome.GOOD, Outcome.EXISTS)
 
-    def __init__(self, root: Path, facts: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
+    def __init__(self, root: Path, facts: Path, *, threads: int, writes: bool) -> None:
         """`facts` is the description of the namespace. Raises OSError."""
         super().__init__()
         self.threads = threads
         # Checksum and copy take processor time: more threads than that only displace each other's bytes in its cache.
         self.write_threads = min(most_writing(threads), 2 * len(allowed_cores()))
-        self.creates_once = creates_once
         self._root = root
         self._facts = facts
         self._device = os.stat(root).st_dev
@@ -81,17 +77,15 @@ class DirectoryStore(TimedStore):
         try:
             with os.scandir(root) as entries:
                 next(entries, None)
-            creates_once = writes and _describe(root, facts_key, facts)
-            store = cls(root, root / facts_key, threads=threads, creates_once=creates_once, writes=writes)
+            if writes:
+                _describe(root, facts_key, facts)
+            return cls(root, root / facts_key, threads=threads, writes=writes)
         except OSError as error:
             only_reads = "; set `tiers.shared.write: false` for an engine that only reads" if writes else ""
             raise TierProblem(
                 f"cannot use the directory {root} of `tiers.shared.url`: {_reason(error)}",
                 hint=f"check its permissions with `ls -ld {shlex.quote(str(root))}`{only_reads}",
             ) from error
-        if writes and not creates_once:
-            log.info("kvbm: %s has no hard links: engines that compute the same blocks may write them twice", root)
-        return store
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
         return [self._is_present(key) for key in keys]
@@ -138,7 +132,7 @@ class DirectoryStore(TimedStore):
             return StoreAnswer(Outcome.ABSENT) if is_absent else StoreAnswer(Outcome.BAD, str(error))
 
     def _put(self, one: Outgoing) -> StoreAnswer:
-        is_written = self._write(one, creates=self.creates_once and not one.replaces)
+        is_written = self._write(one, creates=not one.replaces)
         return StoreAnswer(Outcome.GOOD if is_written else Outcome.EXISTS)
 
     def _is_present(self, key: str) -> bool | None:
@@ -242,13 +236,18 @@ def write_file(root: Tree, key: str, buffers: Sequence[Buffer], *, creates: bool
 
 
 def _link(staged: str, name: str, directory: int) -> bool:
-    """Give a file its name; return False if another file has it. A link with this name is replaced. Raises OSError."""
+    """Give a file its name; return False if another file has it. A link with this name is replaced, and without hard
+    links, a file that another engine writes at the same time. Raises OSError."""
     try:
         os.link(staged, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+        return True
     except FileExistsError:
         if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
             return False
-        os.replace(staged, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError as error:
+        if error.errno not in WITHOUT_LINKS:
+            raise
+    os.replace(staged, name, src_dir_fd=directory, dst_dir_fd=directory)
     return True
 
 
@@ -281,28 +280,14 @@ def require_directory(root: Path) -> None:
         ) from error
 
 
-def _describe(path: Path, key: str, facts: bytes) -> bool:
-    """Write the description of the namespace, if there is none. Return whether the file system has hard links. Raises
-    OSError."""
+def _describe(path: Path, key: str, facts: bytes) -> None:
+    """Write the description of the namespace, if there is none. Raises OSError."""
     with Tree.open(path) as root:
         root.make_directories(key.rpartition("/")[0])
-        try:
-            is_there = stat.S_ISREG(root.about(key).st_mode)
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            write_file(root, key, [facts], creates=False)
-        holder, name = root.parent(key)
-        with holder:
-            link, at = f"{name}#{secrets.randbits(62)}", holder.descriptor  # for a name that exists, nothing is asked
-            try:
-                os.link(name, link, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
-            except OSError as error:
-                if error.errno not in WITHOUT_LINKS:
-                    raise
-                return False
-            os.unlink(link, dir_fd=at)
-    return True
+        with suppress(FileNotFoundError):
+            if stat.S_ISREG(root.about(key).st_mode):
+                return
+        write_file(root, key, [facts], creates=False)
 
 
 def _reason(error: OSError) -> str:

@@ -144,11 +144,11 @@ class NodeCopies:
 
     def _get(self, one: Incoming) -> StoreAnswer:
         name = self._name(one.key)
+        found: StoreAnswer | int | None = None
         try:
             found = self._claim(one, name) if self._has_others() else None
         except OSError as error:
             self._stop_keeping(error)
-            return self._fetch(one)
         return self._fetch_and_keep(one, name, found) if isinstance(found, int) else found or self._fetch(one)
 
     def _on_disk(self, function: Callable[..., Result], *arguments: Any, drop: Drop[Result] | None = None) -> Result:
@@ -170,55 +170,50 @@ class NodeCopies:
         None if another engine is doing that, and it takes too long. Raises OSError."""
         if one.is_fresh:
             self._forget(name)
-        if (copied := self._copied(one, name)) is not None:
-            return copied
-        if time.monotonic() < self._keeping_from_s or one.length > MOST_BYTES // PURGES:
-            return None
-        now, part = time.monotonic(), name + PART
-        is_patient = not one.is_fresh and now >= self._patient_from_s
-        while (descriptor := self._lock_part(part)) is None:
-            if (copied := self._copied(one, name)) is not None or not is_patient:
-                return copied
-            if time.monotonic() >= now + self.limit_s / 2:
+        began_s = time.monotonic()
+        keeps = began_s >= self._keeping_from_s and one.length <= MOST_BYTES // PURGES
+        waits = keeps and not one.is_fresh and began_s >= self._patient_from_s
+        look, drop = partial(self._look, one, name, keeps=keeps), partial(self._drop, name + PART)
+        while True:
+            found = self._on_disk(look, drop=drop)
+            if isinstance(found, tuple):
+                scatter([found[1]], one)
+                return found[0]
+            if found is not None or not waits:
+                return found
+            if time.monotonic() >= began_s + self.limit_s / 2:
                 self._patient_from_s = time.monotonic() + PAUSE_S
                 return None
             time.sleep(LOOK_S)
-        try:
-            copied = self._copied(one, name)  # since the look before
-        except OSError:
-            self._calls.begin(self._drop, part, descriptor)
-            raise
-        if copied is not None:
-            self._calls.begin(self._drop, part, descriptor)
+
+    def _look(self, one: Incoming, name: str, *, keeps: bool) -> tuple[StoreAnswer, memoryview] | int | None:
+        """Return a copy; or, if this engine keeps one, the locked descriptor of the file that it is received into; None
+        while another engine does that. Raises OSError."""
+        if (copied := self._read_copy(one, name)) is not None or not keeps:
+            return copied
+        descriptor = _locked(self._copies, name + PART)
+        if descriptor is not None and (copied := self._read_copy(one, name)) is not None:  # since the look before
+            _discard(self._copies, name + PART, descriptor)
             return copied
         return descriptor
 
-    def _lock_part(self, part: str) -> int | None:
-        found: int | None = self._on_disk(_locked, self._copies, part, drop=partial(self._drop, part))
-        return found
+    def _drop(self, part: str, found: object) -> None:
+        """Give up what `_look` returned."""
+        if isinstance(found, int):
+            _discard(self._copies, part, found)
 
-    def _drop(self, part: str, descriptor: int | None) -> None:
-        """Give up what `_locked` returned."""
-        if descriptor is not None:
-            _discard(self._copies, part, descriptor)
-
-    def _copied(self, one: Incoming, name: str) -> StoreAnswer | None:
-        """Return the answer from a copy; None without one that can be used. Raises TimeoutError."""
-        found = None if one.is_fresh else self._on_disk(self._read_copy, name, one.length)
-        if found is None:
+    def _read_copy(self, one: Incoming, name: str) -> tuple[StoreAnswer, memoryview] | None:
+        """Read a copy into memory that has no other use: a read that hangs may end at any time. None without one that
+        can be used."""
+        if one.is_fresh:
             return None
-        scatter([found[1]], one)
-        return found[0]
-
-    def _read_copy(self, name: str, length: int) -> tuple[StoreAnswer, memoryview] | None:
-        """Read a copy into memory that has no other use: a read that hangs may end at any time."""
         try:
             descriptor = self._copies.open_file(name)
             if not 0 <= time.time() - os.fstat(descriptor).st_ctime <= COPY_S:
                 os.close(descriptor)
                 return None
-            content = np.empty(length, np.uint8).data
-            answer = read_file(descriptor, Incoming(name, [content], length))
+            content = np.empty(one.length, np.uint8).data
+            answer = read_file(descriptor, Incoming(name, [content], one.length))
         except OSError:
             return None
         return (replace(answer, is_copy=True), content) if answer.outcome is Outcome.GOOD else None
