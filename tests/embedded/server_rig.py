@@ -258,15 +258,16 @@ def served(
 
     def of(test: Callable[..., Any]) -> Callable[..., None]:
         parameters = inspect.signature(test).parameters
+        signature = inspect.Signature([one for name, one in parameters.items() if name not in ("client", "engine")])
 
         @functools.wraps(test)
-        def run(**fixtures: Any) -> None:
+        def run(*values: Any, **fixtures: Any) -> None:
             engine = WrittenEngine(answer, **options)
-            given = {**fixtures, "engine": engine} if "engine" in parameters else fixtures
+            given = dict(signature.bind(*values, **fixtures).arguments)
+            given |= {"engine": engine} if "engine" in parameters else {}
             serve(engine, lambda client: test(client, **given))
 
-        fixtures = [one for name, one in parameters.items() if name not in ("client", "engine")]
-        run.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]  # what pytest passes
+        run.__signature__ = signature  # type: ignore[attr-defined]  # what pytest and Hypothesis pass
         return run
 
     return of
