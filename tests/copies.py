@@ -106,16 +106,16 @@ class Rig:
     def write(self, block: int, name: str) -> None:
         """What a forward pass does."""
         content = torch.from_numpy(self.content(name).copy())
-        for view, at in self._views(block):
+        for view, at in self.views(block):
             view.copy_(content[at : at + view.numel()])
 
     def read(self, block: int) -> np.ndarray:
-        return np.concatenate([view.cpu().numpy() for view, _ in self._views(block)])
+        return np.concatenate([view.cpu().numpy() for view, _ in self.views(block)])
 
     def everything(self) -> list[np.ndarray]:
         return [storage.cpu().numpy().copy() for storage in self.storages]
 
-    def _views(self, block: int):
+    def views(self, block: int):
         for piece, at in zip(self.layout.pieces, self.layout.slot_offsets, strict=True):
             start = piece.offset + block * piece.block_stride
             yield self.storages[piece.storage][start : start + piece.length], at
@@ -139,6 +139,6 @@ def check_integrity(rig: Rig, blocks: list[int], slots: list[int], others: list[
     for block, name in zip(others, names, strict=True):
         assert np.array_equal(rig.read(block), rig.content(name)), f"block {block} is not {name}"
     for block in others:
-        for view, _ in rig._views(block):
+        for view, _ in rig.views(block):
             view.fill_(0xCD)
     assert all((storage == 0xCD).all() for storage in rig.everything()), "bytes outside of the blocks were written"

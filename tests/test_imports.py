@@ -1,4 +1,5 @@
 """The layers of the house as a table, one rule per folder: what a folder may import, and what it must never import.
+The table is `imports.yaml`.
 
 Imports are read from the syntax trees. Imports inside functions count too, except those that a rule allows `lazily`.
 """
@@ -14,39 +15,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).parent.parent
-ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
-BASE = ("kvbm.types", "kvbm.errors", "kvbm.text")
-DECIDES_WITHOUT_THE_MACHINE = ("numpy", "threading", "os", "time", "pydantic", *ENGINES)
-RUNS_THE_CACHE = (
-    *("kvbm.leader", "kvbm.tiers", "kvbm.device", "kvbm.host", "kvbm.observe", "kvbm.core.groups", "kvbm.boundary"),
-    *("kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
-    "kvbm.engines.launch_plan",
-    "kvbm.engines.engine_code",
-    "kvbm.engines.opening",
-)
-# Modules of an engine's folder that say what is known before it starts. They import no engine and no cache.
+TABLE = yaml.safe_load((REPOSITORY / "tests" / "imports.yaml").read_text())
+ENGINES, BASE = tuple(TABLE["engines"]), tuple(TABLE["base"])
 FOLDERS = ("vllm", "trtllm", "sglang", "embedded")
-BEFORE_A_START = (
-    *("kind", "launch", "options", "flags", "models", "versions", "findings"),
-    *("disaggregated", "sizing", "sizing_groups", "cpu", "state_settings"),
-)
-SHARED_BY_ENGINES = tuple(
-    f"kvbm.engines.{name}"
-    for name in (
-        "engine_kind",
-        "disaggregated",
-        "installation",
-        "launch_plan",
-        "make_model",
-        "model_facts",
-        "python_probe",
-        "synthetic_directory",
-        "token_pools",
-    )
-)
-EMBEDDED_MODELS = tuple(f"kvbm.engines.embedded.engine.{name}" for name in ("synthetic_models", "supported_models"))
+BEFORE_A_START = TABLE["before_a_start"]
 
 
 @dataclass(frozen=True)
@@ -60,143 +35,28 @@ class Rule:
     lazily: tuple[str, ...] = ()
 
 
-RULES = (  # the first that fits a module counts
-    Rule("kvbm.types", never=("numpy", "pydantic", *ENGINES)),
-    Rule("kvbm.errors", never=("numpy", "pydantic", *ENGINES)),
-    Rule("kvbm.text", never=("numpy", "pydantic", *ENGINES)),
-    Rule("kvbm.hashing", never=DECIDES_WITHOUT_THE_MACHINE),
-    Rule("kvbm.events", never=DECIDES_WITHOUT_THE_MACHINE),
-    Rule("kvbm.boundary", never=("numpy", "pydantic", *ENGINES)),
-    Rule("kvbm.metrics", ("kvbm.boundary",)),
-    Rule("kvbm.plan"),
-    Rule("kvbm.core", ("kvbm.events", "kvbm.hashing"), never=DECIDES_WITHOUT_THE_MACHINE),
-    Rule("kvbm.host", never=("pydantic", *ENGINES[1:]), lazily=("torch",)),
-    Rule(
-        "kvbm.device",
-        ("kvbm.boundary", "kvbm.host", "kvbm.plan"),
-        never=("pydantic", *ENGINES[1:]),
-        lazily=("torch",),
-    ),
-    Rule("kvbm.child", ("kvbm.host",), never=("numpy", "pydantic", *ENGINES)),
-    Rule("kvbm.tiers.disk.io", ("kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
-    Rule("kvbm.tiers.disk.tier", ("kvbm.tiers", "kvbm.core", "kvbm.host", "kvbm.child")),
-    Rule("kvbm.tiers.disk", ("kvbm.tiers.rates", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
-    Rule("kvbm.tiers.shared.tier", ("kvbm.tiers", "kvbm.core", "kvbm.host", "kvbm.child")),
-    Rule("kvbm.tiers.shared", ("kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
-    Rule("kvbm.tiers.rates", ("kvbm.metrics",), never=DECIDES_WITHOUT_THE_MACHINE),
-    Rule("kvbm.tiers", ("kvbm.core", "kvbm.host", "kvbm.metrics", "kvbm.config.schema")),
-    Rule(
-        "kvbm.leader",  # which names no tier
-        (
-            *("kvbm.core", "kvbm.host", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing"),
-            *("kvbm.boundary", "kvbm.config.schema", "kvbm.child.deadlines"),
-            *(f"kvbm.tiers.{name}" for name in ("host_tier", "lower_tier", "open_reads", "rates", "settings")),
-        ),
-    ),
-    Rule(
-        "kvbm.observe",
-        (
-            "kvbm.leader",
-            "kvbm.tiers.settings",
-            "kvbm.core.shadow_caches",
-            "kvbm.plan",
-            "kvbm.metrics",
-            "kvbm.config.schema",
-            "kvbm.host.directories",
-            "kvbm.host.threads",
-        ),
-        never=("numpy", *ENGINES),
-    ),
-    Rule("kvbm.config"),
-    Rule(
-        "kvbm.identity",
-        ("kvbm.host", "kvbm.child"),
-        never=("pydantic", *ENGINES),
-    ),
-    Rule("kvbm.sizing", ("kvbm.config",)),
-    Rule("kvbm.engines.installation"),
-    Rule("kvbm.engines.engine_code", ("kvbm.identity.machine",), never=ENGINES[1:], lazily=("torch",)),
-    Rule(
-        "kvbm.engines.opening",
-        (
-            *("kvbm.device", "kvbm.host", "kvbm.leader", "kvbm.tiers", "kvbm.hashing", "kvbm.boundary"),
-            "kvbm.config.schema",
-        ),
-    ),
-    Rule("kvbm.engines.launch_plan", ("kvbm.config.schema",)),
-    Rule("kvbm.engines.engine_kind", ("kvbm.config", "kvbm.sizing", *SHARED_BY_ENGINES)),
-    Rule("kvbm.engines.disaggregated", ("kvbm.config.schema", "kvbm.engines.launch_plan")),
-    Rule("kvbm.engines.python_probe", ("kvbm.child.run", "kvbm.engines.installation")),
-    Rule("kvbm.engines.make_model", never=ENGINES[2:], lazily=("torch", "transformers", "numpy")),
-    Rule("kvbm.engines.token_pools", ("kvbm.sizing",)),
-    Rule(
-        "kvbm.engines.model_facts",
-        ("kvbm.config.engine", "kvbm.config.sizes", "kvbm.sizing"),
-    ),
-    Rule("kvbm.engines.synthetic_directory", ("kvbm.config", "kvbm.engines.make_model", "kvbm.engines.model_facts")),
-    Rule("kvbm.engines.model_tokenizer", ("kvbm.engines.model_facts",)),
-    Rule(
-        "kvbm.engines.table", ("kvbm.config", "kvbm.sizing", "kvbm.identity.machine", "kvbm.child.run", "kvbm.engines")
-    ),
-    *(
-        Rule(
-            f"kvbm.engines.{engine}.{module}",
-            (
-                *("kvbm.config", "kvbm.sizing", *SHARED_BY_ENGINES, *EMBEDDED_MODELS),
-                *(f"kvbm.engines.{engine}.{other}" for other in BEFORE_A_START),
-            ),
-        )
-        for engine in FOLDERS
-        for module in BEFORE_A_START
-        if (engine, module) != ("vllm", "options")  # which are those of a running engine
-    ),
-    Rule("kvbm.engines.vllm", (*RUNS_THE_CACHE, "kvbm.config.heads"), never=("tensorrt_llm", "sglang")),
-    Rule(
-        "kvbm.engines.trtllm",
-        RUNS_THE_CACHE,
-        never=("vllm", "sglang", "transformers"),
-        lazily=("tensorrt_llm", "torch"),
-    ),
-    Rule(
-        "kvbm.engines.sglang",
-        RUNS_THE_CACHE,
-        never=("vllm", "tensorrt_llm", "transformers"),
-        lazily=("sglang", "torch"),
-    ),
-    Rule(
-        "kvbm.engines.embedded.engine",
-        (
-            "kvbm.host",
-            "kvbm.hashing",
-            "kvbm.identity",
-            "kvbm.config.engine",
-            "kvbm.engines.model_facts",
-            "kvbm.engines.make_model",
-        ),
-        never=ENGINES[2:],
-    ),
-    Rule(
-        "kvbm.engines.embedded.http",
-        (
-            *("kvbm.engines.embedded.engine", "kvbm.engines.launch_plan"),
-            *("kvbm.observe.shared_page", "kvbm.observe.decision_trace"),
-        ),
-        never=ENGINES[2:],
-    ),
-    Rule("kvbm.engines.embedded", (*RUNS_THE_CACHE, "kvbm.child"), never=ENGINES[2:]),
-    Rule("kvbm.vllm_integration", ("kvbm.engines.vllm.connector", "kvbm.engines.vllm.secondary_tier")),
-    Rule("kvbm.trtllm_integration", ("kvbm.engines.trtllm.connector",)),
-    Rule("kvbm.sglang_integration", ("kvbm.engines.sglang.storage",)),
-    Rule("kvbm.embedded"),
-    Rule("kvbm_cli.cache.disk_verification", ("kvbm.tiers.disk", "kvbm.host")),  # imported by its command
-    Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.tiers.disk",)),  # runs in the process of the probe
-    Rule(
-        "kvbm_cli.system",
-        ("kvbm.child.start", "kvbm.host.mounts", "kvbm.host.processes", "kvbm.host.tree"),
-        lazily=(*ENGINES, "numpy"),
-    ),
-    Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
-)
+def names_in(value):
+    """The names of a list that may hold lists."""
+    return [name for part in value for name in (names_in(part) if isinstance(part, list) else [part])]
+
+
+def rule(folder, **lists):
+    return Rule(folder, **{key: tuple(names_in(value)) for key, value in lists.items()})
+
+
+def rules_of_engines(may):
+    """A rule for each module that says what is known of an engine before it starts."""
+    for engine in FOLDERS:
+        own = [f"kvbm.engines.{engine}.{module}" for module in BEFORE_A_START]
+        # The options of vLLM are those of a running engine.
+        yield from (rule(folder, may=[*may, own]) for folder in own if folder != "kvbm.engines.vllm.options")
+
+
+RULES = [
+    made
+    for row in TABLE["rules"]
+    for made in (rules_of_engines(row["may"]) if row["folder"] == "BEFORE_A_START" else [rule(**row)])
+]
 SUBJECTS = (
     "kvbm.core",
     "kvbm.tiers.disk",

@@ -18,7 +18,7 @@ from kvbm.tiers.shared.keys import KeySpace
 from kvbm.tiers.shared.stores.obstore import connection
 from kvbm_cli.bench import engines as arms
 from kvbm_cli.bench.arms import Arm, Comparison, comparison_of
-from kvbm_cli.bench.command import _surroundings
+from kvbm_cli.bench.command import _surroundings  # which are written before engines start
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, fresh_disk, fresh_shared, running_server, with_room
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve

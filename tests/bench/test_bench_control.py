@@ -66,6 +66,7 @@ def test_a_server_without_a_reset_or_a_tokenizer_is_known_as_such():
 def test_too_few_tokens_are_an_error_and_not_a_missing_tokenizer():
     with MockEngine(Options()) as engine:
         client = Control(engine.url, "mock", headers={})
+        # No server answers so: the tokens are replaced where they arrive.
         client._token_ids = lambda text: [1]
         with pytest.raises(EngineError, match="returned 1 tokens for 1000 characters"):
             client.try_tokenize("a" * 1000)

@@ -19,13 +19,13 @@ from bench_rig import (
     without_sampler,  # noqa: F401
 )
 
-from kvbm.engines.python_probe import _probe_once
+from kvbm.engines.python_probe import _probe_once  # its answers are kept as long as the process lives
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, NoRoomInG1
-from kvbm_cli.bench.experiment import _require_same, run_experiment
+from kvbm_cli.bench.experiment import _require_same, run_experiment  # of two plans, without two runs of an engine
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.setup import Setup
 

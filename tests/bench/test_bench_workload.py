@@ -9,6 +9,8 @@ from terminal import assert_said, given_in
 
 from kvbm.config.document import parse_document, together
 from kvbm.errors import ProfileError, UsageError
+
+# A text is validated here without a file.
 from kvbm_cli.bench.workload.files import _validated, load_workload, shipped_workloads, workload_keys
 from kvbm_cli.bench.workload.schema import KINDS, Conversations, Workload, as_definition
 from kvbm_cli.profile.resolve import resolve

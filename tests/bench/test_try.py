@@ -20,7 +20,7 @@ from gpu_engine import DEVICE_BLOCKS
 from mock_engine import BLOCK
 from model_configs import QWEN3, write_model
 
-from kvbm.engines.python_probe import _probe_once
+from kvbm.engines.python_probe import _probe_once  # its answers are kept as long as the process lives
 from kvbm.engines.table import kind_of
 from kvbm.errors import EngineError, EnvironmentProblem, ProfileError, UsageError
 from kvbm.host.machine_memory import HostMemory, Room

@@ -56,7 +56,7 @@ class FakeEngine(FakeServer):
         else:
             connection.reply(200, {"choices": [{"text": "a"}], "kv_transfer_params": {"remote_block_ids": [1]}})
         if MODE in ("dies", "ends"):
-            asyncio.get_running_loop().call_later(0.2, os._exit, 9 if MODE == "dies" else 0)
+            asyncio.get_running_loop().call_later(0.2, os._exit, 9 if MODE == "dies" else 0)  # with its requests open
 
 
 def litter() -> list[object]:
@@ -71,7 +71,7 @@ def litter() -> list[object]:
 def end_when_allowed() -> None:
     while not os.path.exists("may_end"):
         time.sleep(0.01)
-    os._exit(0)
+    os._exit(0)  # at once
 
 
 def make_noise() -> None:

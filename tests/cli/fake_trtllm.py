@@ -125,6 +125,7 @@ def load_connector(options: dict[str, dict[str, object]]) -> None:
         assert hasattr(connector, str(config[key]))
     variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     with mock.patch.dict(os.environ, variables, clear=True):
+        # As the connector does when TensorRT-LLM, which is not installed here, makes it.
         found = connector._resolved(warns=True)
     print(f"tiers {found.tiers.model_dump_json()}", flush=True)
     if found.metrics.serve:

@@ -304,18 +304,18 @@ def judge(case: Case, home: Path) -> tuple[int, list[str]]:
     """The exit code, and what is wrong with what the command makes of the case; nothing, if all is well."""
     (home / NAME).write_bytes(case.contents)
     result = said(case, home)
-    wrong = [*_manners(case, result)]
+    wrong = [*manners(case, result)]
     words = case.arguments
     sets = [words[at + 1] for at, word in enumerate(words[:-1]) if word == "--set"]
     if result.exit_code == 0 and NAME in words and "--help" not in words and sets == case.sets:
         shown = said(case, home, "profile", "show", NAME, "--json", *(f"--set={text}" for text in sets))
         with mock.patch.dict(os.environ, variables_of(case, home), clear=True):
-            wrong += _nothing_ignored(case, shown)
+            wrong += nothing_ignored(case, shown)
     left = {path.name for path in home.iterdir()} - {NAME}
     return result.exit_code, [*wrong, *(f"{name} stays behind" for name in left)]
 
 
-def _manners(case: Case, result: Said) -> Iterator[str]:
+def manners(case: Case, result: Said) -> Iterator[str]:
     if result.exit_code not in EXIT_CODES:
         yield f"exit code {result.exit_code}"
     for word in ("Traceback", "a bug in kvbm", "is not valid: ", "None of", "pydantic"):
@@ -341,7 +341,7 @@ def _says_where(case: Case, text: str) -> bool:
     return any(place and place in text for place in (*places, *usage))
 
 
-def _nothing_ignored(case: Case, shown: Said) -> Iterator[str]:
+def nothing_ignored(case: Case, shown: Said) -> Iterator[str]:
     if shown.exit_code != 0:
         yield f"passes, and `profile show` does not: {shown.stderr[:200]}"
         return

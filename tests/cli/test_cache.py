@@ -127,6 +127,7 @@ def flip(file: str, offset: str) -> str:
 def blocks(cache: str) -> str:
     """Show the rows of the index and which slots of the file have only zeros."""
     index = index_to_read(one(cache) / INDEX)
+    # Tenants of the rows are read by no public method.
     rows = index._connection.execute("SELECT slot, tenant FROM blocks ORDER BY slot").fetchall()
     index.close()
     content = (one(cache) / ARENA).read_bytes()
@@ -292,6 +293,7 @@ def test_neither_a_directory_nor_the_disk_tier_needs_the_library(command, home):
 
 def test_ages_are_whole_numbers_with_a_unit():
     for text, seconds in (("90s", 90), ("30min", 1800), ("12 h", 43_200), ("7d", 7 * DAY)):
+        # The option is a text; the time is compared with the clock.
         before_s = store_selection._before(text)
         assert before_s is not None
         assert abs(time.time() - seconds - before_s) < 5

@@ -10,7 +10,7 @@ from terminal import kvbm_here, on_a_terminal
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.profile.machine_check import Severity, require_none
-from kvbm_cli.profile.machine_problems import _disk, _disk_space
+from kvbm_cli.profile.machine_problems import _disk, _disk_space  # without the other problems of this machine
 from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of

@@ -72,7 +72,7 @@ def shown(home: Path, case: Case) -> dict[str, dict[str, object]]:
 
 
 def verdict(case: Case, every: object) -> list[str]:
-    return list(fuzz._nothing_ignored(case, Said(0, json.dumps(every), "", 0.0)))
+    return list(fuzz.nothing_ignored(case, Said(0, json.dumps(every), "", 0.0)))
 
 
 def test_judge_notices_what_is_not_shown_as_it_was_given_and_nothing_else(tmp_path):
@@ -106,4 +106,4 @@ BAD_MANNERS = {
 def test_judge_notices_bad_manners(name):
     outcome, wrong = BAD_MANNERS[name]
     case = Case(0, b"", {}, ["profile", "show"])
-    assert list(fuzz._manners(case, outcome)) == wrong
+    assert list(fuzz.manners(case, outcome)) == wrong

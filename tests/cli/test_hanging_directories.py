@@ -73,6 +73,7 @@ def test_an_engine_may_start_although_its_directory_hangs(hanging, tmp_path):
     resolved = resolve(str(file))
     sizing, mistakes = preflight.examine_here(resolved)
     assert not mistakes
+    # The other problems of a machine are not asked for: they would touch more directories.
     (problem,) = machine_problems._disk(resolved.profile.tiers.disk, sizing)
     assert problem.severity is machine_problems.Severity.WARNING
     assert "does not answer within" in problem.error(resolved).message

@@ -37,6 +37,7 @@ def plan_of(*modes: str, proxy: LaunchPlan | None = None) -> DisaggregatedPlan:
 
 
 def pids_of(engines: DisaggregatedEngines) -> list[int]:
+    # No caller sees the processes.
     return [member.process.pid for member in engines._members]
 
 

@@ -18,6 +18,8 @@ from kvbm_cli.disaggregated import client_request, handover, proxy
 from kvbm_cli.disaggregated.client_request import engine_requests, is_one_answer
 from kvbm_cli.disaggregated.proxy import make_app
 
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+ASKED |= dict.fromkeys(("remote_block_ids", "remote_host", "remote_port"))
 BLOCKS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_port": 5600}
 PREFILLED = json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": BLOCKS}).encode()
 ANSWER = (b'{"choices": [', b'{"text": "answer"}]}')
@@ -420,7 +422,7 @@ async def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(m
         body = {**A, **(given if place == "kv_transfer_params" else {place: {**given, "own": 1}}), **more}
         assert (await rig.ask(body))[0] == 200
     expected = LIMITS if place == "kv_transfer_params" else {}
-    for engine, added in zip(rig.engines, (client_request._ASK_FOR_BLOCKS, {} if more else BLOCKS), strict=True):
+    for engine, added in zip(rig.engines, (ASKED, {} if more else BLOCKS), strict=True):
         for request in engine.requests:
             params = request.get("kv_transfer_params", {})
             assert len(params.pop("pd_ticket", "0" * 32)) == 32

@@ -16,12 +16,12 @@ from terminal import HANGS_S, ROOT, environment
 from test_pd_engines import plan_of
 
 from kvbm.child.parent import start_child
-from kvbm.engines.python_probe import _probe
-from kvbm.engines.table import _make_elsewhere
+from kvbm.engines.python_probe import _probe  # each starts another interpreter
+from kvbm.engines.table import _make_elsewhere  # each starts another interpreter
 from kvbm.engines.trtllm.versions import PACKAGE as TRTLLM
 from kvbm.engines.vllm.versions import PACKAGE as VLLM
 from kvbm.errors import EnvironmentProblem
-from kvbm.tiers.disk.io.select import PROGRAM, _in_a_process
+from kvbm.tiers.disk.io.select import PROGRAM, _in_a_process  # each starts another interpreter
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.engine.process import EngineProcess
 from kvbm_cli.system.answering import answers

@@ -135,6 +135,7 @@ def test_tail_of_a_log_has_no_colours(tmp_path):
 
 
 def test_texts_of_a_bench_summary_are_safe():
+    # The rest of the report needs a whole run.
     assert_safe(report._printable({"hint": EVIL, "arms": [{"name": EVIL}]})["arms"][0]["name"])
 
 

@@ -84,6 +84,16 @@ def profiles_of(text: str) -> list[str]:
     return [imported(one, "text", model=None, engine=kind_of(one.kind, None, one.environment)).text for one in launches]
 
 
+@pytest.mark.parametrize("name", given_in("launches"))
+def test_launch_becomes_this_profile(name):
+    """The first lines of a profile, which say where it comes from, are left out."""
+    text, said = given_in("launches")[name], ""
+    for launch, profile in zip(launches_in(text, "text"), profiles_of(text), strict=True):
+        said += "on another machine or in a container\n" if launch.is_elsewhere else "here\n"
+        said += profile.split("\n\n", 1)[1]
+    assert_said("launches", name, said.rstrip("\n"))
+
+
 FLAG = st.from_regex(r"--[a-z][a-z-]{0,12}[a-z]", fullmatch=True)
 VALUE = st.sampled_from(["", " 8", "=fp8", " a/b", ' \'{"a": [1, {"b": null}]}\'', " $UNSET", ' "${X:-y}"', " 1e5"])
 
@@ -96,124 +106,6 @@ def test_every_flag_is_in_the_profile_or_listed(flags):
         assert re.search(rf"{flag}(?![\w-])", text), text
 
 
-@pytest.mark.parametrize("variable", ["LMCACHE_MAX_LOCAL_CPU_SIZE", "LMCACHE_MAX_LOCAL_DISK_SIZE"])
-@pytest.mark.parametrize(("flags", "total"), [("", "60GB"), ("-tp 8", "480GB"), ("-tp 2 -pp 2 -pcp 2", "480GB")])
-def test_a_size_of_lmcache_is_counted_for_each_rank(variable, flags, total):
-    tier = "disk" if "DISK" in variable else "host"
-    (text,) = profiles_of(f"{variable}=60 vllm serve a/b {flags}")
-    assert re.search(rf"  {tier}:\n    capacity: {total} ", text), text
-
-
-@pytest.mark.parametrize(("flags", "size"), [("-tp $TP", "60"), ("", "6x"), ("--config other.yaml", "60")])
-def test_a_size_of_lmcache_is_not_guessed(flags, size):
-    (text,) = profiles_of(f"LMCACHE_MAX_LOCAL_CPU_SIZE={size} vllm serve a/b {flags}")
-    assert "capacity:" not in text
-    reason = "it must be a number above 0" if size == "6x" else "LMCache counts it per rank"
-    assert f"`LMCACHE_MAX_LOCAL_CPU_SIZE={size}` (line 1): {reason}" in text
-
-
-def test_a_size_of_lmcache_that_a_condition_decides_has_its_line():
-    name = "LMCACHE_MAX_LOCAL_CPU_SIZE"
-    (text,) = profiles_of(f"export {name}=1\nif [ $BIG ]; then\n  export {name}=2\nfi\nvllm serve a/b")
-    assert f"`{name} ${name}` (line 3): the file does not show" in text
-
-
-@pytest.mark.parametrize(("flags", "size"), [("--tp 8", "160GB"), ("--tp-size $TP", None)])
-def test_a_size_of_lmcache_is_counted_for_each_rank_of_sglang(flags, size):
-    (text,) = profiles_of(f"LMCACHE_MAX_LOCAL_CPU_SIZE=20 python -m sglang.launch_server --model-path a/b {flags}")
-    assert re.findall(r"  host:\n    capacity: (\w+)", text) == [size] * bool(size), text
-
-
-def test_sizes_of_a_chart_are_counted_for_each_rank():
-    sizes = {"enabled": True, "cpuOffloadingBufferSize": "128", "diskOffloadingBufferSize": "200"}
-    spec = {"modelURL": "a/b", "vllmConfig": {"tensorParallelSize": 8}, "lmcacheConfig": sizes}
-    (text,) = profiles_of(json.dumps({"servingEngineSpec": {"modelSpec": [spec]}}))
-    assert "capacity: 1024GB  # cpuOffloadingBufferSize=128 for each of 8 ranks" in text
-    assert "capacity: 1600GB " in text
-    sizes["diskOffloadingBufferSize"] = "10Gi"
-    key = {"valueFrom": {"secretKeyRef": {"name": "a"}}}
-    (text,) = profiles_of(json.dumps({"servingEngineSpec": {"vllmApiKey": key, "modelSpec": [spec]}}))
-    assert "`diskOffloadingBufferSize=10Gi` (line 1): it must be a number above 0" in text
-    assert "`vllmApiKey` (line 1): a secret is not copied" in text
-
-
-OF_TEMPLATES = {
-    "a chart": "modelURL: a/b\nvllmConfig: {tensorParallelSize: '{{ .x }}'}\n"
-    "lmcacheConfig: {enabled: true, cpuOffloadingBufferSize: 60}",
-    "a file of options": "kind: ConfigMap\ndata: {o.yaml: 'tensor_parallel_size: \"{{ .x }}\"'}\n---\n"
-    "args: [vllm, serve, a/b, --config, /o.yaml]\nenv: {LMCACHE_MAX_LOCAL_CPU_SIZE: 60}",
-}
-
-
-@pytest.mark.parametrize("name", OF_TEMPLATES)
-def test_a_size_of_lmcache_is_not_counted_for_ranks_of_a_template(name):
-    (text,) = profiles_of(OF_TEMPLATES[name])
-    kept, _, left = text.partition("# Missing:")
-    assert "capacity" not in kept
-    assert re.search(r"`tensor_parallel_size \{\{ .x \}\}` \(line [24]\): the file does not show its value", left), left
-    assert "LMCache counts it per rank, and the file does not show" in left
-
-
-def test_variables_with_names_of_keys_of_connectors_are_variables():
-    (text,) = profiles_of("export root_dir=/a max_bytes=1000\nvllm serve a/b")
-    assert '  environment:\n    root_dir: /a  # line 1\n    max_bytes: "1000"  # line 1\n\n# Missing' in text
-    with pytest.raises(KvbmError, match="starts no engine"):
-        launches_in("root_dir=/a", "text")
-
-
-def test_a_connector_of_a_dotted_flag_is_replaced():
-    (text,) = profiles_of("vllm serve a/b --kv-transfer-config.kv_connector LMCacheConnectorV1")
-    assert "kv_transfer_config" not in text
-    assert "LMCacheConnectorV1` (line 1): kvbm replaces this connector" in text
-
-
-def test_dotted_flags_of_a_connector_are_one_connector():
-    flags = (
-        "kv_connector OffloadingConnector",
-        "kv_role kv_both",
-        "kv_connector_extra_config.cpu_bytes_to_use 1073741824",
-    )
-    (text,) = profiles_of("vllm serve a/b " + " ".join(f"--kv-transfer-config.{flag}" for flag in flags))
-    assert "kv_transfer_config" not in text
-    assert "capacity: 1GiB " in text
-
-
-def of_offloading(extra: dict[str, object], flags: str = "") -> str:
-    """Return the profile of an engine with this configuration of vLLM's offloading."""
-    given = json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
-    (text,) = profiles_of(f"vllm serve a/b {flags} --kv-transfer-config '{given}'")
-    return text
-
-
-@pytest.mark.parametrize(
-    ("size", "flags", "blocks"),
-    [
-        ({}, "", "1000"),
-        ({"block_size": 64}, "--block-size 16", "4000"),
-        ({"block_size": 64}, "", None),
-        ({"block_size": 24}, "--block-size 16", None),
-    ],
-)
-def test_a_number_of_blocks_of_vllm_becomes_one_of_host_memory(size, flags, blocks):
-    text = of_offloading({**size, "num_cpu_blocks": 1000}, flags)
-    assert re.findall(r"^    blocks: (\d+) ", text, re.MULTILINE) == [blocks] * bool(blocks)
-    assert ("`num_cpu_blocks: 1000` (line 1): `block_size: " in text) == (blocks is None)
-
-
-@pytest.mark.parametrize("size", [1 << 30, "1073741824", 1073741824.0, "1G", 0.5, True, 0, [1]])
-def test_a_size_of_a_connector_is_carried_over_or_listed(size):
-    text = of_offloading({"cpu_bytes_to_use": size})
-    is_listed = f"`cpu_bytes_to_use: {size}` (line 1): it must be a whole number" in text
-    assert ("    capacity: 1GiB " in text, is_listed) == ((True, False) if "107" in str(1 * size) else (False, True))
-
-
-def test_two_sizes_of_a_connector_are_not_mixed():
-    text = of_offloading({"cpu_bytes_to_use": 1 << 30, "cpu_capacity_bytes": 1 << 31, "root_dir": 7})
-    assert "    capacity: 1GiB " in text
-    assert "`cpu_capacity_bytes: 2147483648` (line 1): `tiers.host.capacity` is set already" in text
-    assert "`root_dir: 7` (line 1): it must be a text" in text
-
-
 def test_the_command_of_the_guide_is_read():
     page = (FILES.parents[2] / "docs" / "guide" / "vllm-offloading.md").read_text()
     (text,) = profiles_of(page.replace('"spec_name"', '"eviction_policy": "arc", "spec_name"'))
@@ -224,29 +116,6 @@ def test_the_command_of_the_guide_is_read():
     assert re.match(r"`eviction_policy: arc` \(line \d+\): `kvbm serve` configures", left)
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--port", "--model", "--kv-offloading-size"])
-def test_an_unknown_value_replaces_the_one_in_front_of_it(flag):
-    (text,) = profiles_of(f"vllm serve {flag} 2 {flag} $X")
-    assert not re.search(r": 2(?:GiB)? |^tiers:", text.partition("# Missing")[0], re.MULTILINE)
-    assert f"`{flag} $X` (line 1): the file does not show its value" in text
-
-
-@pytest.mark.parametrize("front", ["env", "sudo env C=1", "export C=1; nohup env"])
-def test_variables_of_env_reach_the_shell_behind_it(front):
-    (text,) = profiles_of(f"{front} A=2 B=3 bash -c 'exec vllm serve $A'")
-    assert '  model: "2"' in text
-    assert re.findall(r'^    ([AB]): "(\d)" ', text, re.MULTILINE) == [("A", "2"), ("B", "3")]
-
-
-def test_a_block_of_a_page_has_the_variables_of_those_before_it():
-    page = "```sh\nexport A=1 B=2\n```\n\n```yaml\na: 1\n```\n\n```sh\nexport A=3\nvllm serve a/b\n```\n"
-    for text in (page, json.dumps({"cells": [{"source": page.splitlines(keepends=True)}]})):
-        (made,) = profiles_of(text)
-        assert re.findall(r'^    (\w): "(\d)"', made, re.MULTILINE) == [("A", "3"), ("B", "2")]
-
-
-NEXT = " \\\n        --"
-STARTED = "vllm serve org/m --seed 7"
 POD = """\
 apiVersion: v1
 kind: Pod
@@ -255,60 +124,6 @@ spec:
   containers:
   - {{name: main, {}}}
 """
-COMMANDS = {
-    "an image and its arguments": "docker run --rm --gpus all -p8000:8000 vllm/vllm-openai:v1 org/m --seed 7",
-    "an image and a flag": "nerdctl run -dit -v /a:/b vllm/vllm-openai --model org/m --seed 7",
-    "an image and a command": f"sudo podman run --pull always my.registry/any:1 {STARTED}",
-    "an entry point": "docker run --entrypoint vllm any/image serve org/m --seed 7",
-    "a shell as entry point": f"docker run --entrypoint bash any/image -c '{STARTED}'",
-    "a container that is created": "docker create --name vllm -p 8000:8000 vllm/vllm-openai org/m --seed 7",
-    "options of a variable": "docker run $OPTIONS vllm/vllm-openai org/m --seed 7",
-    "docker exec": f"docker exec -it c bash -c 'cd /x && {STARTED}'",
-    "srun": f"srun --ntasks 1 bash -c '{STARTED}' &",
-    "sudo": f'sudo -u u bash -lc "{STARTED}"',
-    "singularity": f"singularity exec --nv --bind /a:/b x.sif {STARTED}",
-    "tmux": f"tmux new-session -d '{STARTED}'",
-    "ssh": f"ssh -t h 'source a; nohup {STARTED} > log 2>&1 &'",
-    "ssh behind a program": f"timeout 9 ssh -t h '{STARTED}'",
-    "a variable": f"CMD='{STARTED}'\nbash -c \"exec $CMD\"",
-    "a list of words": 'CMD=(vllm serve org/m)\nCMD+=(--seed 7)\nexec numactl -N 0 "${CMD[@]}"',
-    "quotes with escapes": r"bash -lc $'cd /x\nvllm serve org/m \\\n  --seed 7\necho \'ok\''",
-    "a here document": f"ssh h bash <<EOF\n{STARTED}\nEOF",
-    "a script in a here document": f"cat > run.sh <<'EOF'\n#!/bin/sh\n{STARTED}\nEOF\nsbatch run.sh",
-    "a manifest in a here document": "kubectl apply -f - <<EOF\n"
-    + POD.format("image: vllm/vllm-openai, args: [org/m, --seed, '7']")
-    + "EOF",
-    "the main module": "python3 -m vllm.entrypoints.cli.main serve org/m --seed 7",
-    "the file of the server": "python /src/vllm/entrypoints/openai/api_server.py --model org/m --seed 7",
-    "words of Python": 'run([\n  "vllm", "serve",\n  "org/m",  # large\n  "--seed", "7"])',
-    "a pod with arguments": POD.format("image: vllm/vllm-openai, args: [org/m, --seed, '7']"),
-    "a pod with a shell": POD.format(f"image: any, command: [bash, -lc, --], args: ['{STARTED}']"),
-    "a pod of Dynamo": POD.format("image: x, command: [python3, -m, dynamo.vllm], args: [--model, org/m, --seed, '7']"),
-    "a service of Compose": "services:\n  a: {image: vllm/vllm-openai, command: org/m --seed 7}",
-    "a script in a map": POD.format(f"data: {{run.sh: 'exec {STARTED}'}}").replace("containers", "maps"),
-    "values of a chart": "image: {repository: vllm/vllm-openai}\nargs: [org/m, --seed, '7']",
-    "a Dockerfile": 'FROM vllm/vllm-openai\nCMD ["org/m", \\\n  "--seed", "7"]',
-    "a Dockerfile with an entry point": "FROM a\nCMD vllm serve no/m\nFROM any\n"
-    'ENTRYPOINT ["vllm", "serve"]\n# It\'s a model\nEXPOSE 1\nCMD ["org/m", "--seed", "7"]',
-    "a Dockerfile with a shell": f"FROM any\nCMD exec {STARTED}",
-    "a unit of systemd": "[Unit]\nDescription=don't\n[Service]\nExecStart=/opt/vllm serve org/m \\\n  --seed 7",
-    "prose": f"Don't start it yet::\n\n    $ {STARTED.replace(' --', NEXT)}\n\nYou can.\n",
-    "a Makefile": f"run:\n\t@{STARTED.replace(' --', NEXT)}\n",
-    "a notebook": json.dumps({"cells": [{"source": ["%%bash\n", "vllm serve org/m \\\n", "  --seed 7"]}]}),
-    "a notebook with a page": json.dumps({"cells": [{"source": ["It's:\n", "```bash\n", f"{STARTED}\n", "```"]}]}),
-    "a page in YAML": f"guide: |\n  It's easy, see `vllm serve`:\n\n  ```bash\n  {STARTED}\n  ```\n",
-    "a page": f"Don't run `vllm serve` yet.\n\n```sh\n$ {STARTED}\n```\n\n```python\nprint(\"don't\")\n```\n",
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_engine_is_found_wherever_its_start_stands(name):
-    (text,) = profiles_of(COMMANDS[name])
-    assert "  model: org/m" in text
-    assert "    seed: 7 " in text
-    assert text.count("Not carried over") == 0 or "`source a`" in text, text
-
-
 RUN = "RUN echo 'exec vllm serve no/m --seed 1' > /start.sh"
 COPY = "COPY <<EOF /start.sh\nvllm serve no/m --port 1\nEOF"
 
@@ -335,101 +150,6 @@ def test_a_dockerfile_starts_what_its_entry_point_and_command_say(text):
     assert {name: str(word) for name, word in found.environment.items()} == given
 
 
-STAGES = """\
-FROM any AS Base
-ENV A=1 B=1
-CMD vllm serve org/m --seed 7
-FROM any AS other
-ENV A=no C=no
-FROM base AS middle
-ENV B=2
-FROM middle
-ENV D=${A}3
-"""
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ("", ("org/m", "--seed", "7")),
-        ('ENTRYPOINT ["vllm", "serve", "org/other"]', ("org/other",)),  # Docker forgets the CMD of a stage below
-    ],
-)
-def test_the_last_stage_of_a_dockerfile_has_what_its_own_stages_set(more, words):
-    (found,) = launches_in(STAGES + more, "text")
-    assert found.words == words
-    assert {name: str(word) for name, word in found.environment.items()} == {"A": "1", "B": "2", "D": "13"}
-
-
-@pytest.mark.parametrize(
-    ("head", "written", "listed"),
-    [
-        ("#SBATCH --export=ALL,A=1,MODE", {"A": "1"}, "`MODE` (line 2): its value is not in this file"),
-        ("#SBATCH -n 2 --export A=1,B='x y' # C=3", {"A": "1", "B": "x y"}, None),
-        ("#SBATCH --export=A=$HOME/a", {}, "`A $HOME/a` (line 2): the file does not show the value of `$HOME`"),
-        ("##SBATCH --export=A=1\necho\n#SBATCH --export=B=1", {}, None),
-    ],
-)
-def test_what_slurm_exports_to_a_script_is_of_the_engine(head, written, listed):
-    text = f"#!/bin/bash\n{head}\nsrun vllm serve org/m --seed 7\n"
-    (found,) = launches_in(text, "text")
-    (made,) = profiles_of(text)
-    assert {name: str(word) for name, word in found.environment.items() if not word.unknown} == written
-    assert (listed is None) == ("Not carried over" not in made), made
-    assert listed is None or listed in made, made
-
-
-@pytest.mark.parametrize(
-    ("command", "end", "port", "listed"),
-    [
-        ("ssh host bash -s", "EOF", "port: 9001 ", None),
-        ("ssh -t host", "'EOF'", None, "`--port $PORT` (line 4): the file does not show its value"),
-        ("kubectl exec -i pod -- bash", "EOF", "port: 9001 ", None),
-        ("docker exec -i box sh", "EOF", "port: 9001 ", None),
-    ],
-)
-def test_a_here_document_of_another_machine_has_none_of_the_variables_of_this_one(command, end, port, listed):
-    lines = r"""vllm serve org/m --port $PORT --seed \$SEED --kv-transfer-config "{\"kv_role\": \"kv_both\"}" """
-    lines = lines if end == "EOF" else lines.replace("\\$", "$")
-    text = f"export A=1 PORT=9001 SEED=5\nA=2\n{command} <<{end}\n{lines}\nEOF\n"
-    (found,) = launches_in(text, "text")
-    (made,) = profiles_of(text)
-    assert (found.is_elsewhere, dict(found.environment)) == (True, {})
-    assert "`--seed $SEED` (line 4): the file does not show its value" in made
-    assert port is None or port in made, made
-    assert listed is None or listed in made, made
-    assert found.words[-1] == '{"kv_role": "kv_both"}'
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        ('/opt/vllm serve org/m --served-model-name "Bob\'s own" --seed 7', "Bob's own"),
-        ("/bin/sh -c 'exec vllm serve org/m --seed 7 --served-model-name x'", "x"),
-    ],
-)
-def test_quotes_of_a_unit_are_read_as_a_shell_reads_them(command, name):
-    text = f"[Unit]\nDescription=don't\n[Service]\nExecStart={command}\nExecStop=/bin/sh -c 'kill 1'\n"
-    (found,) = launches_in(text, "text")
-    assert set(found.words) == {"org/m", "--seed", "7", "--served-model-name", name}
-
-
-@pytest.mark.parametrize(
-    ("command", "flag"),
-    [
-        ("trtllm-serve org/m --max_batch_size 7", "max_batch_size: 7"),
-        ("docker run nvcr.io/x trtllm-llmapi-launch trtllm-serve serve org/m --max_batch_size 7", "max_batch_size: 7"),
-        ("docker run lmsysorg/sglang python3 -m sglang.launch_server --model org/m --page-size 7", "page_size: 7"),
-        ("python3 -m dynamo.sglang --model-path org/m --page-size 7", "page_size: 7"),
-        ("python3 -m dynamo.trtllm --model-path org/m --max-num-tokens 7", "max_num_tokens: 7"),
-    ],
-)
-def test_other_engines_are_found_too(command, flag):
-    (text,) = profiles_of(command)
-    assert "  model: org/m" in text
-    assert flag in text
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -443,120 +163,12 @@ def test_other_engines_are_found_too(command, flag):
         "vllm serve --help",
         "services: {a: {image: vllm/vllm-openai, entrypoint: /app/start, command: org/m}}",
         POD.format("image: vllm/vllm-openai, command: [/app/start]"),
+        "root_dir=/a",
     ],
 )
 def test_what_starts_no_engine_is_not_read(text):
     with pytest.raises(KvbmError, match="starts no engine"):
         launches_in(text, "text")
-
-
-@pytest.mark.parametrize("use", ['"${A[@]}"', "$A"])
-def test_one_unknown_value_does_not_hide_the_others(use):
-    given = 'A=(--max-model-len 4096 --port "${PORT}")' if "@" in use else 'A="--max-model-len 4096 --port ${PORT}"'
-    (text,) = profiles_of(f"{given}\nvllm serve X {use}")
-    assert "max_model_len: 4096" in text
-    assert "# - `--port ${PORT}` (line 2): the file does not show its value" in text
-
-
-@pytest.mark.parametrize(
-    "condition",
-    [
-        "if [ $BIG ]; then\n  TP=16\nfi",
-        "[ $BIG ] && TP=16",
-        "for TP in 2 4; do",
-        "while true; do TP=$((TP * 2))",
-        "case $1 in a) TP=2;; esac",
-    ],
-)
-def test_one_of_two_values_is_not_chosen(condition):
-    (text,) = profiles_of(f"TP=1\n{condition}\nvllm serve a/b -tp $TP")
-    assert "tensor_parallel_size" not in text
-    assert re.search(r"`-tp \$TP` \(line \d\): the file does not show its value", text), text
-
-
-@pytest.mark.parametrize("command", ["vllm serve <your model>", "docker run -d $IMAGE --model <your model>"])
-def test_a_placeholder_is_no_redirection(command):
-    (text,) = profiles_of(f"{command} --max-model-len 8192 --port 9 > log")
-    assert "max_model_len: 8192" in text
-    assert "  port: 9 " in text
-    assert "# - `--model <your model>` (line 1): the file does not show its value" in text
-
-
-def test_an_empty_value_is_listed():
-    (text,) = profiles_of('MAX="${MAX:-}"\nC=(vllm serve a/b)\n[[ -n $MAX ]] && C+=(--max-num-seqs "$MAX")\n"${C[@]}"')
-    assert "max_num_seqs" not in text
-    assert "`--max-num-seqs` (line 4): its value is empty" in text
-
-
-def test_short_flags_have_their_long_names():
-    for level in ("-O=3", "-O 3"):
-        (text,) = profiles_of(f"vllm serve a/b {level} -cc.mode 2")
-        assert "optimization_level: 3 " in text
-    assert "      mode: 2 " in text
-    assert "`-O.mode` (line 1): it is neither a long flag" in profiles_of("vllm serve a/b -O.mode 3 -O 2")[0]
-    assert "`-O3` (line 1): it is neither a long flag" in profiles_of("vllm serve a/b -O3")[0]
-
-
-def test_a_default_remains_where_a_condition_sets_an_unknown_value():
-    (text,) = profiles_of('M=a/b\nwhile [ $# -gt 0 ]; do\n case $1 in --model) M="$2";;\n esac\ndone\nvllm serve $M')
-    assert "  model: a/b" in text
-    assert "`while` (line 2): conditions and loops are not evaluated" in text
-
-
-def test_variables_of_a_container_are_those_that_it_is_given():
-    (text,) = profiles_of("export A=1\ndocker run -e B=2 --env=C=3 -e D --env-file $X/f vllm/vllm-openai org/m")
-    assert re.findall(r'^    (\w): "(\d)" ', text, re.MULTILINE) == [("B", "2"), ("C", "3")]
-    assert "`D` (line 2): its value is not in this file" in text
-    assert "`--env-file $X/f` (line 2): other files are not read" in text
-
-
-def test_what_a_container_of_singularity_lacks_is_listed():
-    (text,) = profiles_of(
-        "export DYN_KVBM_CPU_CACHE_GB=10\n"
-        "singularity run --containall --env-file vars.env --env MODE,A=1 docker://vllm/vllm-openai --model a/b"
-    )
-    assert '  model: a/b  # --model a/b, line 2\n  environment:\n    A: "1"  # line 2\n' in text
-    assert "capacity" not in text.partition("# Missing")[0]
-    assert "`--env-file vars.env` (line 2): other files are not read" in text
-    assert "`MODE` (line 2): its value is not in this file" in text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "srun --export=ALL,A=1,B=2 vllm serve a/b",
-        "srun --export A=1,B=2 -n 1 bash -c 'vllm serve a/b'",
-        "A=1 singularity exec --env B=2,C=3 --nv x.sif vllm serve a/b",
-        "export SINGULARITYENV_A=1 C=3; apptainer exec --cleanenv --env B=2 x.sif vllm serve a/b",
-        "export A=0 SINGULARITYENV_A=1; srun --export=ALL,B=2 singularity exec -B /a x.sif bash -c 'vllm serve a/b'",
-        "export APPTAINERENV_A=1 C=3; B=2 singularity -q exec --env B=2 --userns -ec x.sif vllm serve a/b",
-        "export SINGULARITYENV_C=1; docker run -e A=1 --env B=2 any vllm serve a/b",
-        "set -a\nA=1\nset +a\nC=3\nB=2 vllm serve a/b",
-        "set -o allexport; A=1; B=2; vllm serve a/b",
-    ],
-)
-def test_variables_of_a_tool_reach_the_engine(text):
-    (made,) = profiles_of(text)
-    expected = [("A", "1"), ("B", "2"), *([("C", "3")] if "C=3 --nv" in text else [])]
-    assert sorted(re.findall(r'^    (\w+): "(\d)" ', made, re.MULTILINE)) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['run(\n  ["vllm", "serve", "a/b"], env={"A": "1"})', 'os.environ["A"] = "1"\n\nrun(\n["vllm", "serve", "a/b"])'],
-)
-def test_variables_beside_a_list_of_python_are_listed(text):
-    (made,) = profiles_of(text)
-    assert re.search(
-        r"`(?:os\.environ` \(line 1|env` \(line 2)\): variables next to a list of words are not read", made
-    ), made
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_engine_of_a_container_or_another_machine_is_known_as_such(name):
-    (found,) = launches_in(COMMANDS[name], "text")
-    tools = r"docker |podman |nerdctl |singularity |ssh |containers:|services:|image: \{|FROM "
-    assert found.is_elsewhere == (re.search(tools, COMMANDS[name]) is not None)
 
 
 NAMES = ("a", "a", "a-2", "a")
@@ -570,27 +182,6 @@ def test_engines_of_one_line_have_names_of_their_own():
     assert [one.name for one in launches_in(pods, "text")] == ["a", "a-2", "a-2-2", "a-3"]
 
 
-TEMPLATE = """\
-kind: Deployment
-spec:
-  {{- if .Values.on }}
-  containers:
-  {{- end }}
-  - name: {{ .Chart.Name }}
-    image: "{{ .Values.image | default "vllm/vllm-openai" }}"
-    command: [vllm, serve, {{ .Values.model | quote }}, --seed, "7", "--port={{ .Values.port }}"]
-"""
-
-
-def test_templates_stay_unresolved():
-    (text,) = profiles_of(TEMPLATE)
-    assert "seed: 7" in text
-    left = text.partition("# Not carried over:")[2]
-    assert "`--port {{ .Values.port }}` (line 8): the file does not show its value" in left
-    assert "`{{ .Values.model | quote }}`" in left or "`--model {{ .Values.model | quote }}`" in left
-    assert "templates are not filled in" in left
-
-
 def test_words_of_a_command_are_taken_as_they_are():
     words = ["docker", "run", "-e", "A=$B", "vllm/vllm-openai", "org/m", "--seed", "7", "--api-key", "sk-secret"]
     found = recognised(words, "the command")
@@ -600,35 +191,10 @@ def test_words_of_a_command_are_taken_as_they_are():
     assert [one.what for one in found.left] == ["--api-key"]
 
 
-def test_secondary_tiers_of_vllm_become_a_disk_tier():
-    tiers = [{"type": "fs", "root_dir": "/nvme", "max_bytes": 1 << 40}]
-    extra = {"cpu_capacity_bytes": 1 << 36, "secondary_tiers": tiers}
-    given = json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
-    (text,) = profiles_of(f"vllm serve a/b --kv-transfer-config '{given}'")
-    assert "capacity: 64GiB " in text
-    assert "directory: /nvme " in text
-    assert "capacity: 1TiB " in text
-
-
 def test_flags_without_a_value_are_those_of_vllm():
     flags = yaml.safe_load((FILES.parents[1] / "config" / "vllm_flags.yaml").read_text())
     counted = {name: value_count(name.replace("-", "_"), "vllm") == 0 for name in flags}
     assert counted == {name: isinstance(value, bool) for name, value in flags.items()}
-
-
-def test_a_flag_without_a_value_does_not_take_the_model():
-    (text,) = profiles_of("vllm serve --kv-cache-metrics Qwen/Qwen3-8B")
-    assert "  model: Qwen/Qwen3-8B" in text
-    assert "    kv_cache_metrics: true" in text
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["-Z 3 org/model", "--port 80 -n 2 -r 0 org/model", "--model_tag org/model -Z 3", "--model-id org/model 3"],
-)
-def test_the_value_of_a_short_flag_is_not_the_model(command):
-    (text,) = profiles_of(f"vllm serve {command}")
-    assert re.findall(r"^  model: (\S+)", text, re.MULTILINE) == ["org/model"]
 
 
 PARTS = [
@@ -764,12 +330,6 @@ def test_no_secret_of_a_directory_is_shown(name, value):
     (text,) = profiles_of(f"{name}={value!r} DYN_KVBM_DISK_CACHE_GB=5 vllm serve a/b")
     assert SECRET not in text
     assert re.search(rf"^# - `{name}[`=]", text, re.MULTILINE), text
-
-
-@pytest.mark.parametrize("flag", ["--long-prefill-token-threshold", "--pad-token-id", "--max-num-batched-tokens"])
-def test_tokens_of_a_text_are_no_secrets(flag):
-    (text,) = profiles_of(f"vllm serve a/b {flag} 64")
-    assert f"{flag.removeprefix('--').replace('-', '_')}: 64" in text
 
 
 def test_standard_input_may_be_non_blocking(tmp_path):

@@ -204,6 +204,7 @@ def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path):
             remains_of.append(remains)
             assert remains.remove()
         assert path.exists()
+        # Without it, the reason why the segment is kept is not known.
         assert path.stat().st_ino in remains._owned, "it was taken for the engine's, and kept because it is in use"
         shared.close()
         assert remains_of[0].remove()

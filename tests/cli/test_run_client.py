@@ -37,7 +37,7 @@ class ForeignServer:
 
     def __init__(self, listener: socket.socket) -> None:
         self.connections, self.received = 0, b""
-        self._listener = listener
+        self.address, self._listener = listener.getsockname(), listener
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -103,7 +103,7 @@ def test_nothing_is_sent_to_another_program_at_the_port_of_a_living_run(tmp_path
     engine_log = run.path / "engine.log"
     engine_log.touch()
     with foreign(("127.0.0.1", 0)) as server, foreign(str(run.path / "control-0-1.sock"), socket.AF_UNIX) as control:
-        url = f"{'https' if is_https else 'http'}://127.0.0.1:{server._listener.getsockname()[1]}"
+        url = f"{'https' if is_https else 'http'}://127.0.0.1:{server.address[1]}"
         run.begin(facts(run.name, stranger, url=url, state=RunState.HEALTHY, logs={"engine": str(engine_log)}))
         run.close()
         said = {

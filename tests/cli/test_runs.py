@@ -187,7 +187,7 @@ def test_a_full_disk_has_room_for_the_last_state(runs, monkeypatch):
         run.begin(facts("demo-1"))
 
 
-def test_a_run_directory_without_room_for_its_lock_is_removed(runs, monkeypatch):
+def test_a_run_directory_without_room_for_its_lock_is_removed(runs, tmp_path, monkeypatch):
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -195,7 +195,7 @@ def test_a_run_directory_without_room_for_its_lock_is_removed(runs, monkeypatch)
     with pytest.raises(EnvironmentProblem, match=r"cannot create the run directory .*: no space left on device"):
         runs.create("demo")
     assert runs.all() == []
-    assert not list(runs._directory.iterdir())
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("profile", ["x" * 300, "-" * 300, "ü" * 300, "a\nb\0c", ". ."])

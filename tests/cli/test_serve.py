@@ -30,7 +30,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.process import open_log
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.runs.log_tail import CHUNK_BYTES, LogTail, shown_line, start_of_last_lines
-from kvbm_cli.serve.command import _targets
+from kvbm_cli.serve.command import _targets  # of engines that are not installed
 from kvbm_cli.serve.display import ServeDisplay
 
 RUNS = ".local/state/kvbm/runs"

@@ -18,7 +18,7 @@ from test_manage import status
 from test_serve import RUNS, serving
 from waiting import eventually, is_gone
 
-from kvbm.engines.python_probe import _probe
+from kvbm.engines.python_probe import _probe  # without the cache of `find`
 from kvbm.engines.trtllm.versions import PACKAGE as TRTLLM
 from kvbm_cli.engine.process import choose_port
 

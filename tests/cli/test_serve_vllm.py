@@ -14,7 +14,7 @@ from model_configs import write_model
 from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, environment, kvbm_here
 
 from kvbm.config.schema import Profile
-from kvbm.engines.python_probe import _probe, _probe_once, find
+from kvbm.engines.python_probe import _probe, _probe_once, find  # without the cache of `find`
 from kvbm.engines.table import make_model
 from kvbm.engines.vllm.versions import PACKAGE as VLLM
 from kvbm.errors import EnvironmentProblem

@@ -306,7 +306,9 @@ def test_a_clock_that_jumps_does_not_change_the_age_of_a_run(jump_s, tmp_path, m
 @pytest.mark.parametrize("count", ["NaN", "1e999", "-1", "9" * 400, "many"])
 def test_metrics_that_are_no_counts_are_ignored(count):
     line = 'kvbm_host_blocks{engine="0",state="%s"} %s'
+    # Of a page of metrics, without an engine that serves it.
     assert status._figures_of(line % ("free", count))[0] == {}
+    # Of a page of metrics, without an engine that serves it.
     assert status._figures_of(line % ("free", "4.194304e+06"))[0] == {"host": {"free": 4194304}}
 
 
@@ -315,6 +317,7 @@ def test_metrics_that_are_no_counts_are_ignored(count):
 def test_status_says_which_tiers_are_off_and_how_they_evict_and_why(name, tmp_path, monkeypatch):
     written_run(tmp_path, monkeypatch)
     blocks = {tier: {"free": 8} for tier in ("host", "disk")}
+    # Of a page of metrics, without an engine that serves it.
     _, *figures = status._figures_of(given_in("status_of_metrics")[name])
     monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, blocks, *figures))
     said = [

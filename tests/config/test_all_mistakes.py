@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from kvbm.config.document import Mistake
 from kvbm.config.load import Examined
 from kvbm.engines.table import examine
@@ -77,40 +75,6 @@ def test_every_mistake_of_every_layer_is_told_in_order(tmp_path: Path) -> None:
     found = examined(tmp_path, CHILD, "server.port", "bench.workload=7", variables=variables)
     assert told(tmp_path, found) == EXPECTED
     assert found.resolved is None
-
-
-ONE_MISTAKE = {
-    "the name of a required key": ("engine: {modle: m}\ntiers: {host: {blocks: 1}}\n", "unknown key `engine.modle`"),
-    "the size of the only tier": (
-        "engine: {model: m}\ntiers: {host: {capacity: 1}}\n",
-        "`tiers.host.capacity` requires a unit, such as `1GB` or `1GiB`",
-    ),
-    "the kind of engine": (
-        "engine: {kind: vlm, model: m, arguments: {max_num_seqs: 1, gpu_memory_utilization: 0.9}}\n"
-        "tiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n",
-        "`engine.kind` must be 'embedded' or 'vllm' or 'tensorrt-llm' or 'sglang', not the text `vlm`",
-    ),
-    "a flag with a dot in its name": (
-        "engine: {kind: vllm, model: m, arguments: {max-num-seqs.x: 1}}\ntiers: {host: {blocks: 1}}\n",
-        "`max-num-seqs.x` is not a valid flag name",
-    ),
-    "a key with a dot in its name": (
-        "engine: {model: m}\ntiers: {host: {blocks: 1}}\nserver.port: 1\n",
-        "unknown key `server.port`",
-    ),
-    "a parent that is not there": (
-        "extends: ./no.yaml\ntiers: {host: {}}\n",
-        "`extends`: cannot read `DIR/no.yaml`: no such file or directory",
-    ),
-    "a file that is no YAML": ("engine: [\n", "not valid YAML: a bracket is not closed"),
-}
-
-
-@pytest.mark.parametrize("name", ONE_MISTAKE)
-def test_what_follows_from_a_mistake_is_not_told(tmp_path: Path, name: str) -> None:
-    text, message = ONE_MISTAKE[name]
-    found = examined(tmp_path, text)
-    assert [one.text for one in found.mistakes if isinstance(one, Mistake)] == [message.replace("DIR", str(tmp_path))]
 
 
 def test_what_is_right_is_known_beside_the_mistakes(tmp_path: Path) -> None:

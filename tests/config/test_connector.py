@@ -57,25 +57,6 @@ def test_contents_of_a_launcher_win_and_the_variables_are_not_even_read() -> Non
 
 
 @pytest.mark.parametrize(
-    ("extra", "key", "hint"),
-    [
-        ({"kbvm": {"tiers": {"host": {"blocks": 7}}}}, "kbvm", "did you mean `kvbm`?"),
-        ({"tiers": {"host": {"blocks": 7}}}, "tiers", "`kv_connector_extra_config.kvbm.tiers`"),
-        (
-            {"kvbm": {"tiers": {"host": {"blocks": 7}}}, "offload": {}},
-            "offload",
-            "`kv_connector_extra_config.kvbm.offload`",
-        ),
-    ],
-)
-def test_a_configuration_in_the_wrong_place_is_refused(extra: dict[str, Any], key: str, hint: str) -> None:
-    """The variables would be used in its place."""
-    with pytest.raises(ProfileError, match=f"unknown key `{key}`") as caught:
-        resolve_connector(extra, {GIGABYTES: "1"}, engine="vllm")
-    assert hint in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
     ("engine", "to_host", "words"),
     [
         ("sglang", "on_evict", "requires `vllm`: `sglang` does not say"),
@@ -113,71 +94,6 @@ def test_digests_differ_with_every_value() -> None:
         {"tiers": {"host": {"blocks": 1}}, "transfer": {"batch_blocks": 1}},
     ]
     assert len({config(**value).digest() for value in values}) == len(values)
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
-    "no tier": (
-        {},
-        {},
-        "no tier is configured: kvbm cannot store blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `DYN_KVBM_DISK_CACHE_GB`",
-    ),
-    "no blocks are no tier": (
-        {},
-        {BLOCKS: "0"},
-        "no tier is configured: kvbm cannot store blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `DYN_KVBM_DISK_CACHE_GB`",
-    ),
-    "no gigabytes": (
-        {},
-        {GIGABYTES: "0"},
-        "no tier is configured: kvbm cannot store blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `DYN_KVBM_DISK_CACHE_GB`",
-    ),
-    "unknown variable": (
-        {},
-        {"DYN_KVBM_CPU_CACHE_GIB": "1"},
-        "unknown variable `DYN_KVBM_CPU_CACHE_GIB`\n  DYN_KVBM_CPU_CACHE_GIB=1\n  ^^^^^^^^^^^^^^^^^^^^^^",
-        f"did you mean `{GIGABYTES}`?",
-    ),
-    "unknown key": (
-        {"kvbm": {"tiers": {"host": {"capcity": "1GB"}}}},
-        {},
-        "unknown key `tiers.host.capcity`\n"
-        '  kv_connector_extra_config.kvbm.tiers.host.capcity = "1GB"\n'
-        "                                            ^^^^^^^",
-        "did you mean `capacity`?",
-    ),
-    "wrong value": (
-        {"kvbm": {"tiers": {"host": {"capacity": 5}}}},
-        {},
-        "`tiers.host.capacity` requires a unit, such as `5GB` or `5GiB`\n"
-        "  kv_connector_extra_config.kvbm.tiers.host.capacity = 5\n"
-        "                                                       ^",
-        None,
-    ),
-    "no tier in the contents": (
-        {"kvbm": {}},
-        {GIGABYTES: "1"},
-        "`tiers` is missing\n  kv_connector_extra_config.kvbm",
-        "it sets the sizes of host and disk tiers",
-    ),
-    "contents that are none": (
-        {"kvbm": "1GiB"},
-        {},
-        "`kv_connector_extra_config.kvbm` must be a mapping with `tiers`, `offload`, `onboard`, `transfer` and "
-        "`metrics`, not `1GiB`",
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_shown_with_its_place(name: str) -> None:
-    extra, variables, message, hint = MISTAKES[name]
-    with pytest.raises(ProfileError) as caught:
-        resolve_connector(extra, variables, engine="vllm")
-    assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
 @pytest.mark.parametrize("key", ["capacity", "blocks"])

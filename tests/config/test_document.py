@@ -63,36 +63,6 @@ def test_every_entry_knows_its_place() -> None:
     assert inner.source.origin == "f.yaml:2"
 
 
-MISTAKES = {
-    "duplicate": ("a: 1\nb: 2\na: 3\n", "`a` appears twice; the first is on line 1", "3:1"),
-    "duplicate in a section": ("x:\n  a: 1\n  a: 1\n", "`a` appears twice; the first is on line 2", "3:3"),
-    "alias": ("a: &x 1\nb: *x\n", "not valid YAML: aliases are not supported; use `extends` to share keys", "2:4"),
-    "alias to itself": (
-        "a: &x [*x]\n",
-        "not valid YAML: aliases are not supported; use `extends` to share keys",
-        "1:8",
-    ),
-    "tag": ("a: !!python/object:os.system x\n", "YAML tags are not supported", "1:4"),
-    "standard tag": ("a: !!int '3'\n", "YAML tags are not supported", "1:4"),
-    "list at the top": ("- a\n", "a profile must be a mapping of keys", "1:1"),
-    "text at the top": ("hello\n", "a profile must be a mapping of keys", "1:1"),
-    "key that is a list": ("? [a]\n: 1\n", "a key must be text", "1:3"),
-    "two documents": ("a: 1\n---\nb: 1\n", "not valid YAML: a second document starts here", "2:1"),
-    "open bracket": ("a: [1\n", "not valid YAML: a bracket is not closed", "1:6"),
-    "tab": ("a:\n\tb: 1\n", "not valid YAML: a tab in place of spaces", "2:1"),
-    "control character": ("a: 1\nb: \x07", "not valid YAML: the character U+0007 is not allowed", "2:4"),
-    "NUL": ('a: "\\0"\n', "a value must not contain a NUL character", "1:4"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_in_yaml_is_shown_at_its_place(name: str) -> None:
-    text, message, place = MISTAKES[name]
-    with pytest.raises(ProfileError) as caught:
-        read_document(text, label="f.yaml")
-    assert caught.value.message.splitlines()[:2] == [message, f"  f.yaml:{place}"]
-
-
 def test_deep_nesting_is_an_error() -> None:
     with pytest.raises(ProfileError, match="nested too deeply\n  f"):
         read_document("a: " + "[" * 5000 + "]" * 5000, label="f")

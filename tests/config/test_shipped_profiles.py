@@ -1,6 +1,9 @@
 """Every profile that ships is right: it loads, its tiers have a size, and it makes a launch plan."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from kvbm.config.engine import EmbeddedArguments
 from kvbm.config.layers import shipped, shipped_halves
@@ -31,37 +34,7 @@ def test_shipped_profile_is_right(name: str) -> None:
         assert (workloads_directory() / f"{profile.bench.workload}.yaml").is_file()
 
 
-# The situation that each is for, as the keys that make it so.
-SITUATIONS: dict[str, dict[str, object]] = {
-    "demo": {"engine.kind": "embedded", "engine.model": "synthetic:tiny", "tiers.disk": None},
-    "demo-disk": {"engine.kind": "embedded", "tiers.disk.capacity": "1GiB"},
-    "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "auto", "tiers.disk": None},
-    "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "auto", "tiers.disk.capacity": "auto"},
-    "vllm-native": {"tiers.host.managed_by": "engine", "tiers.host.capacity": "auto", "tiers.disk.capacity": "auto"},
-    "sglang": {"engine.kind": "sglang", "tiers.host": None, "tiers.disk.capacity": "auto"},
-    "sglang-disk": {"engine.kind": "sglang", "tiers.disk.capacity": "auto", "tiers.disk.io": "auto"},
-    "sglang-s3": {
-        "tiers.shared.url": "s3://kv-cache/kvbm",
-        "tiers.host.capacity": "4GiB",
-        "tiers.disk.capacity": "1TB",
-    },
-    "sglang-cpu-demo": {"engine.kind": "sglang", "engine.cpu_stand_ins": True, "tiers.disk.capacity": "1GB"},
-    "trtllm": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "auto", "tiers.disk": None},
-    "trtllm-disk": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "auto", "tiers.disk.capacity": "auto"},
-    "trtllm-pd-1p1d": {"engine.kind": "tensorrt-llm", "disaggregated.prefill": 1, "disaggregated.decode": 1},
-    "vllm-large-ssd": {"tiers.disk.capacity": "auto", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
-    "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
-    "demo-shared": {"tiers.shared.url": "file:///tmp/kvbm-demo-shared", "offload.to_shared": "always"},
-    "vllm-s3": {"tiers.shared.url": "s3://kv-cache/kvbm", "tiers.host.capacity": "auto"},
-    "vllm-mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051", "tiers.host.capacity": "auto"},
-    "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},
-    "vllm-cpu-demo": {"engine.kind": "vllm", "engine.model": "synthetic:vllm-81m"},
-    "vllm-hybrid-cpu-demo": {"engine.model": "synthetic:vllm-hybrid", "engine.arguments.block_size": 256},
-    "vllm-qwen3-next": {"engine.model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "tiers.host.capacity": "auto"},
-    "vllm-pd-1p1d": {"disaggregated.prefill": 1, "disaggregated.decode": 1, "engine.kind": "vllm"},
-    "vllm-pd-2p2d": {"disaggregated.prefill": 2, "disaggregated.decode": 2, "engine.kind": "vllm"},
-    "vllm-pd-cpu-demo": {"disaggregated.prefill": 1, "engine.model": "synthetic:vllm-81m"},
-}
+SITUATIONS, HALVES = yaml.safe_load(Path(__file__).with_name("shipped_profiles.yaml").read_text()).values()
 
 
 def test_every_shipped_profile_has_a_situation() -> None:
@@ -72,23 +45,6 @@ def test_every_shipped_profile_has_a_situation() -> None:
 def test_shipped_profile_is_for_its_situation(name: str) -> None:
     values = load(name, directories=DIRECTORIES).values
     assert {key: values[key] for key in SITUATIONS[name]} == SITUATIONS[name]
-
-
-# What each half changes in the profile in front of it.
-NETWORK = {"tiers.disk.capacity": "1TB", "tiers.disk.threads": 16, "onboard.disk_timeout_s": 10.0}
-HALVES: dict[str, dict[str, object]] = {
-    "storage/lustre": {**NETWORK, "tiers.disk.zerofill": True},
-    "storage/gpfs": {**NETWORK, "tiers.disk.allocator": "open-direct"},
-    "storage/large-ssd": {
-        "tiers.disk.capacity": "auto",
-        "tiers.disk.io": "auto",
-        "tiers.disk.threads": 16,
-        "tiers.disk.reclaim": True,
-        "offload.frequency_entries": 4_000_000,
-    },
-    "storage/s3": {"tiers.shared.url": "s3://kv-cache/kvbm"},
-    "storage/mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051"},
-}
 
 
 def changed(before: str, *after: str) -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""The variables of NVIDIA's block manager: every name that it reads or documents, and each way to get one wrong."""
+"""Variables of NVIDIA's block manager: every name that it reads or documents. Mistakes: test_profile_mistakes.py."""
 
 from __future__ import annotations
 
 import pytest
-from test_load import BASE, load_text
+from test_load import BASE, HONOURED, load_text
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import entry_at
@@ -18,43 +18,13 @@ C, D = "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB"
 BUCKET, ENABLED, ENDPOINT = (f"DYN_KVBM_OBJECT_{name}" for name in ("BUCKET", "ENABLED", "ENDPOINT"))
 BLOCKS, BATCH = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
 
-# What the wheel of NVIDIA reads (kvbm 1.6.1), with the key that it sets here; None for what has no effect here.
-READ_THERE = {
-    "DYN_KVBM_CPU_CACHE_GB": "tiers.host.capacity",
-    "DYN_KVBM_DISK_CACHE_GB": "tiers.disk.capacity",
-    "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "tiers.host.blocks",
-    "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "tiers.disk.blocks",
-    "DYN_KVBM_DISK_CACHE_DIR": "tiers.disk.directory",
-    "DYN_KVBM_DISK_ALLOCATOR_TYPE": "tiers.disk.allocator",
-    "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "tiers.disk.zerofill",
-    "DYN_KVBM_DISK_DISABLE_O_DIRECT": "tiers.disk.o_direct",
-    "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "offload.to_disk",
-    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "offload.min_priority",
-    "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": "transfer.max_concurrent",
-    "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": "transfer.batch_blocks",
-    "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "transfer.init_timeout_s",
-    "DYN_KVBM_LEADER_ZMQ_HOST": None,
-    "DYN_KVBM_LEADER_ZMQ_PUB_PORT": None,
-    "DYN_KVBM_LEADER_ZMQ_ACK_PORT": None,
-    "DYN_KVBM_METRICS": "metrics.serve",
-    "DYN_KVBM_METRICS_PORT": "metrics.port",
-    "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": "metrics.window_requests",
-    "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": "metrics.log_interval_s",
-    "DYN_KVBM_ENABLE_RECORD": "metrics.record",
-    "ENABLE_KVBM_RECORD": "metrics.record",
-    "DYN_KVBM_DISABLE_WRITE_COMBINED": None,
-    "DYN_KVBM_ENABLE_NUMA": "transfer.numa",
-    "DYN_MEMORY_DISABLE_NUMA": "transfer.numa",
-    "DYN_KVBM_NCCL_MLA_MODE": None,
-    "DYN_KVBM_NCCL_MAX_CTAS": None,
-    "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": None,
-    "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE": None,
-    "DYN_KVBM_TRTLLM_ZMQ_PORT": None,
-    "DYN_RUNTIME_ENABLED_KVBM": None,
-    "DYN_FATBIN_PATH": None,
-}
-# What is documented there and read only here.
-READ_HERE = {"DYN_KVBM_OBJECT_BUCKET": "tiers.shared.url", "DYN_KVBM_OBJECT_ENABLED": "tiers.shared"}
+# What the wheel of NVIDIA reads (kvbm 1.6.1), and has no effect here. Those that set a key are `HONOURED`.
+IDLE_HERE = (
+    *("DYN_KVBM_LEADER_ZMQ_HOST", "DYN_KVBM_LEADER_ZMQ_PUB_PORT", "DYN_KVBM_LEADER_ZMQ_ACK_PORT"),
+    *("DYN_KVBM_DISABLE_WRITE_COMBINED", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS"),
+    *("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE"),
+    *("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_RUNTIME_ENABLED_KVBM", "DYN_FATBIN_PATH"),
+)
 # What is declared or documented there and read by nothing, and what only its branches read.
 READ_NOWHERE = (
     "DYN_KVBM_OBJECT_NUM_BLOCKS",
@@ -64,19 +34,18 @@ READ_NOWHERE = (
     "DYN_KVBM_HOST_MEMORY_PROVIDER",
     "DYN_KVBM_G2PB_ADMISSION_POLICY",
 )
-OURS = {"DYN_KVBM_METRICS_HOST"}
 KEYS = {key.path for key in keys(ConnectorConfig)}
 
 
-@pytest.mark.parametrize("name", READ_THERE)
+@pytest.mark.parametrize("name", [*HONOURED, *IDLE_HERE])
 def test_name_that_the_wheel_reads_is_in_the_table(name: str) -> None:
     variable = variable_of(name)
     assert variable is not None
-    assert (variable.key, variable.key is None or variable.key in KEYS) == (READ_THERE[name], True)
+    assert (variable.key is None, variable.key is None or variable.key in KEYS) == (name in IDLE_HERE, True)
     assert variable.about
 
 
-@pytest.mark.parametrize("name", [*READ_NOWHERE, *(name for name, key in READ_THERE.items() if key is None)])
+@pytest.mark.parametrize("name", [*READ_NOWHERE, *IDLE_HERE])
 @pytest.mark.parametrize("value", ["1", "true", "", "-5", "not this"])
 def test_name_without_an_effect_is_a_warning_whatever_its_value(name: str, value: str) -> None:
     document, warnings = read_variables({name: value})
@@ -87,7 +56,7 @@ def test_name_without_an_effect_is_a_warning_whatever_its_value(name: str, value
 
 
 def test_table_has_no_other_names() -> None:
-    known = {*READ_THERE, *READ_HERE, *STORE_VARIABLES, *READ_NOWHERE, *OURS, "DYN_KVBM_NIXL_BACKEND_<NAME>"}
+    known = {*HONOURED, ENABLED, *IDLE_HERE, *STORE_VARIABLES, *READ_NOWHERE, "DYN_KVBM_NIXL_BACKEND_<NAME>"}
     assert {variable.name for variable in VARIABLES} <= known
 
 
@@ -244,152 +213,3 @@ def test_port_that_nothing_serves_on_is_idle() -> None:
     document, _ = read_variables({"DYN_KVBM_METRICS_PORT": "7000", "DYN_KVBM_METRICS": "0"})
     why = "there is no metrics server without `DYN_KVBM_METRICS=1` or `metrics.serve`"
     assert drop_unused(document, {}) == (f"`DYN_KVBM_METRICS_PORT` has no effect: {why}",)
-
-
-# -- mistakes: one row each --------------------------------------------------------------------------------------------
-
-GB = "a number of GB (1e9 bytes), fractions allowed"
-BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
-MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
-    "no number": ({C: "lots"}, f"`{C}` must be {GB}, not `lots`", None),
-    "comment of an env file": (
-        {D: "1", "DYN_KVBM_DISK_CACHE_DIR": "/data # mine"},
-        "`DYN_KVBM_DISK_CACHE_DIR` contains the comment of an env file",
-        "remove the comment, which `docker run --env-file` keeps",
-    ),
-    "negative": ({C: "-5"}, f"`{C}` must be {GB}, not `-5`", None),
-    "not a number": ({C: "NaN"}, f"`{C}` must be {GB}, not `NaN`", None),
-    "infinite": ({D: "inf"}, f"`{D}` must be {GB}, not `inf`", None),
-    "with a unit": ({C: "100GB"}, f"`{C}` must be {GB}, not `100GB`", None),
-    "decimal comma": ({C: "2,5"}, f"`{C}` must be {GB}, not `2,5`", None),
-    "huge": ({C: "1e30"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `{VALUE}`", None),
-    "less than a byte": ({C: "1e-20"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB", None),
-    "empty": ({C: ""}, f"`{C}` is empty", f"`unset {C}`, or set a value"),
-    "blocks with a fraction": (
-        {BLOCKS: "12.0"},
-        f"`{BLOCKS}` must be a whole number, not `12.0`",
-        None,
-    ),
-    "negative blocks": ({BLOCKS: "-1"}, f"`{BLOCKS}` must be a whole number, not `-1`", None),
-    "blocks out of range": ({BLOCKS: "9" * 18}, "`tiers.host.blocks` must be at most 1099511627776", None),
-    "batch of none": ({C: "1", BATCH: "0"}, "`transfer.batch_blocks` must be at least 1, not `0`", None),
-    "half a switch": (
-        {C: "1", "DYN_KVBM_METRICS": "2"},
-        f"`DYN_KVBM_METRICS` must be {BOOLEAN}, not `2`",
-        None,
-    ),
-    "switch in words": (
-        {D: "1", "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "enabled"},
-        f"`DYN_KVBM_DISK_ZEROFILL_FALLBACK` must be {BOOLEAN}, not `enabled`",
-        None,
-    ),
-    "port that there is not": (
-        {C: "1", "DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": "70000"},
-        "`metrics.port` must be at most 65535, not `70000`",
-        None,
-    ),
-    "window of none": (
-        {C: "1", "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": "0"},
-        "`metrics.window_requests` must be at least 1, not `0`",
-        None,
-    ),
-    "interval beyond a day": (
-        {C: "1", "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": "99999999"},
-        "`metrics.log_interval_s` must be at most 86400, not `99999999`",
-        None,
-    ),
-    "allocator": (
-        {D: "1", "DYN_KVBM_DISK_ALLOCATOR_TYPE": "direct"},
-        "`tiers.disk.allocator` must be 'default' or 'open-direct', not the text `direct`",
-        "did you mean `open-direct`?",
-    ),
-    "directory from nowhere": (
-        {D: "1", "DYN_KVBM_DISK_CACHE_DIR": "cache"},
-        "`tiers.disk.directory` must be an absolute path or start with `~`, not `cache`",
-        None,
-    ),
-    "priorities that nobody sends": (
-        {C: "1", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "10"},
-        "`offload.min_priority` requires an engine that sends priorities, but `vllm` sends none; remove it",
-        "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`",
-    ),
-    "misspelt": ({"DYN_KVBM_CPU_CACHE_GBS": "1"}, "unknown variable `DYN_KVBM_CPU_CACHE_GBS`", f"did you mean `{C}`?"),
-    "in small letters": (
-        {"dyn_kvbm_cpu_cache_gb": "1"},
-        "unknown variable `dyn_kvbm_cpu_cache_gb`",
-        f"did you mean `{C}`?",
-    ),
-    "words swapped": (
-        {"DYN_KVBM_CACHE_CPU_GB": "1"},
-        "unknown variable `DYN_KVBM_CACHE_CPU_GB`",
-        "`unset DYN_KVBM_CACHE_CPU_GB`",
-    ),
-    "bucket as a URL": (
-        {C: "1", BUCKET: "s3://kv-cache/"},
-        f"`{BUCKET}` must be the name of a bucket, not `s3://kv-cache/`",
-        None,
-    ),
-    "bucket per worker": (
-        {C: "1", BUCKET: "kv-{worker_id}"},
-        f"`{BUCKET}` must be the name of a bucket, not `kv-{{worker_id}}`",
-        None,
-    ),
-    "endpoint without a scheme": (
-        {C: "1", ENDPOINT: "minio:9000"},
-        f"`{ENDPOINT}` must be a URL that begins with `http://` or `https://`, without credentials, not `minio:9000`",
-        None,
-    ),
-    "bucket without another tier": (
-        {BUCKET: "kv-cache"},
-        "no tier is configured: kvbm cannot store blocks",
-        f"set `{C}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `{D}`",
-    ),
-    "like no other": (
-        {"DYN_KVBM_GO_FASTER": "1"},
-        "unknown variable `DYN_KVBM_GO_FASTER`",
-        "`unset DYN_KVBM_GO_FASTER`",
-    ),
-    "two that disagree": (
-        {C: "1", "DYN_KVBM_ENABLE_NUMA": "1", "DYN_MEMORY_DISABLE_NUMA": "1"},
-        "`DYN_MEMORY_DISABLE_NUMA=1` contradicts `DYN_KVBM_ENABLE_NUMA=1`",
-        "both set `transfer.numa`: `unset` one of them",
-    ),
-    "old and new name disagree": (
-        {C: "1", "DYN_KVBM_ENABLE_RECORD": "no", "ENABLE_KVBM_RECORD": "1"},
-        "`ENABLE_KVBM_RECORD=1` contradicts `DYN_KVBM_ENABLE_RECORD=no`",
-        "both set `metrics.record`: `unset` one of them",
-    ),
-    "no tier": (
-        {"DYN_KVBM_METRICS": "1"},
-        "no tier is configured: kvbm cannot store blocks",
-        f"set `{C}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `{D}`",
-    ),
-    "both tiers of no size": (
-        {C: "0", D: "0"},
-        "no tier is configured: kvbm cannot store blocks",
-        f"set `{C}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `{D}`",
-    ),
-}
-
-
-ONLY_BARE = ("no tier", "both tiers of no size", "priorities that nobody sends", "bucket without another tier")
-NO_VALUE = ("no tier", "bucket without another tier")
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_names_variable_value_and_what_would_be_right(name: str) -> None:
-    variables, message, hint = MISTAKES[name]
-    with pytest.raises(ProfileError) as caught:
-        resolve_connector({}, variables, engine="vllm")
-    said = caught.value.message
-    assert said.startswith(message.partition("{VALUE}")[0])
-    assert caught.value.hint == hint
-    assert len(variables) > 1 or any(f"{one}={value}" in said for one, value in variables.items()) or name in NO_VALUE
-
-
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in ONLY_BARE])
-def test_the_same_mistake_over_a_profile(tmp_path, name: str) -> None:
-    variables, message, _ = MISTAKES[name]
-    with pytest.raises(ProfileError) as caught:
-        load_text(tmp_path, BASE, variables=variables)
-    assert message.partition("{VALUE}")[0] in caught.value.message

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from waiting import eventually
 
 from kvbm_cli.engine.process import choose_port
 
@@ -51,12 +51,6 @@ class Prometheus:
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
-    def wait_until(self, what: str, is_so: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while not is_so():
-            assert time.monotonic() < deadline_s, f"not in {WAIT_S} s: {what}"
-            time.sleep(0.1)
-
 
 @contextmanager
 def prometheus(directory: Path, configuration: str) -> Iterator[Prometheus]:
@@ -81,7 +75,7 @@ def prometheus(directory: Path, configuration: str) -> Iterator[Prometheus]:
                 except httpx.TransportError:
                     return False
 
-            running.wait_until("Prometheus is ready", is_ready)
+            eventually(is_ready, "Prometheus is ready")
             yield running
         finally:
             child.terminate()

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from engine_process import engine
 from prometheus import Prometheus, prometheus, promtool
+from waiting import eventually
 
 from kvbm.config.schema import Profile
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
@@ -216,16 +217,16 @@ def loaded(tmp_path_factory) -> Iterator[tuple[str, Prometheus]]:
         document["global"]["scrape_interval"] = "1s"
         document["rule_files"] = [str(RULES)]
         with prometheus(directory, yaml.safe_dump(document)) as server:
-            server.wait_until("the engine is scraped", lambda: bool(server.query("kvbm_info")))
+            eventually(lambda: bool(server.query("kvbm_info")), "the engine is scraped")
             with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
                 for number in (*range(6), *range(6)):
                     prompt = [(7 * position + 37 * number) % 250 for position in range(400)]
                     body = {"model": "synthetic:tiny", "prompt": prompt, "max_tokens": 4}
                     client.post("/v1/completions", json=body).raise_for_status()
             tokens = "sum(kvbm_prompt_tokens_total)"
-            server.wait_until("the load is scraped", lambda: float(server.query(tokens)[0]["value"][1]) == 12 * 400)
+            eventually(lambda: float(server.query(tokens)[0]["value"][1]) == 12 * 400, "the load is scraped")
             moved = 'sum(increase(kvbm_transfer_bytes_total{source="device"}[10s])) > 0'
-            server.wait_until("rates are there", lambda: bool(server.query(moved)))
+            eventually(lambda: bool(server.query(moved)), "rates are there")
             yield url, server
 
 
@@ -303,7 +304,7 @@ def test_no_alert_fires_for_an_engine_that_works(loaded):
     groups = loaded[1].get("/api/v1/rules")["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == set(ALERTS)
-    loaded[1].wait_until("the rules are evaluated", lambda: _are_evaluated(loaded[1]))
+    eventually(lambda: _are_evaluated(loaded[1]), "the rules are evaluated")
     alerts = loaded[1].get("/api/v1/alerts")["data"]["alerts"]
     # "pending": during the first requests, KvbmOffloadsWithoutUse is true, and would fire an hour later
     assert [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"] == []

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 
@@ -24,46 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Packages whose string literals are checked. To switch a package on, add its name; its files must be clean then.
 PACKAGES: tuple[str, ...] = ("kvbm", "kvbm_cli")
 
-REPLACEMENTS = {
-    r"without a word": "silently",
-    r"nobody": "name the actor: no user, no process, no engine",
-    r"everybody": "name them: all users, all processes",
-    r"whoever": "name the actor: a user who, a process that",
-    r"tells|told": "reports, notifies, knows, detects",
-    r"(is|are) said (in|so|of)": "is reported in",
-    r"for want of": "because there is no, without",
-    r"wants": "requires, expects, uses; or the imperative: run it on an idle machine",
-    r"(is|are) to be \w+": "must be; or the imperative: run it again",
-    r"beside (it|them|the|an?|each|this|that|one|which|those|another)": (
-        "next to, in addition to, compared with, in the same environment as, together with"
-    ),
-    r"good end|(end|ends|ended|went|gone) well": "succeeds, has succeeded",
-    r"a miss and a counter": "counts as a miss and increments a metric",
-    r"(is|are) (that|those) of": "say it again: `port 8000 is used by`, `belongs to`",
-    r"the ones? of": "say it again: `the port of`",
-    r"(take|takes|took) (its|the) place": "replaces, is started",
-    r"once more|anew": "again",
-    r"(go|goes|went|going) on": "continues",
-    r"all the same": "anyway",
-    r"asked of|(is|are|was|were) asked for|asked for again": "requested, requested again",
-    r"(has|have) learnt": "has measured",
-    r"(has|have) come": "has arrived",
-    r"(has|have) gone": "is missing, has ended",
-    r"knows? nothing of": "does not know",
-    r"in earnest": "under load",
-    r"mended": "corrected",
-    r"is not ours": "is unknown, is ignored",
-    r"nothing (of it )?stays behind": "nothing remains",
-    r"lies": "is, is stored",
-    r"nowhere": "in no tier, missing",
-    r"theirs": "say it again",
-    r"by far|hardly": "give the number",
-    r"(come|comes|came) about": "happens",
-    r"(?<![Tt]here\s)(is|are) no (field|file|directory|local|mapping|text|memfd|terminal|regular|tier|finding|result|"
-    r"pickle|message|content|error|run of|character)": "is not a",
-    r"(did|does) not live to \w+": "say what ended, and when",
-    r"somebody": "name the actor: another user, another process",
-}
+REPLACEMENTS = yaml.safe_load(Path(__file__).with_name("replacements.yaml").read_text())
 PATTERNS = [
     (re.compile(rf"\b(?:{phrase})\b".replace(" ", r"\s+"), re.IGNORECASE), replacement)
     for phrase, replacement in REPLACEMENTS.items()

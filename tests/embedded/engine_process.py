@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from server_rig import ADMIN_TOKEN
+from waiting import eventually
 
 from kvbm.engines.launch_plan import ADMIN_VARIABLE
 
@@ -36,11 +36,8 @@ def engine(log_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes
     environment = {**os.environ, ADMIN_VARIABLE: ADMIN_TOKEN}
     with log_path.open("wb") as log, subprocess.Popen(command, stderr=log, env=environment) as child:
         try:
-            deadline = time.monotonic() + WAIT_S
-            while "serving" not in log_path.read_text():
-                assert child.poll() is None, log_path.read_text()
-                assert time.monotonic() < deadline, log_path.read_text()
-                time.sleep(0.05)
+            eventually(lambda: child.poll() is not None or "serving" in log_path.read_text())
+            assert child.poll() is None, log_path.read_text()
             match = re.search(r"listening on (\S+)", log_path.read_text())
             assert match is not None
             yield child, match[1]

@@ -175,9 +175,9 @@ class HostWorker:
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._pending: list[list] = []
+        self.pending: list[list] = []
         self._failed: set[int] = set()
-        self._finished: set[str] = set()
+        self.finished: set[str] = set()
 
     def register_kv_pool(self, pool) -> None:
         self.memory: Memory = pool if hasattr(pool, "read") else TorchMemory(pool)
@@ -187,7 +187,7 @@ class HostWorker:
         for load in meta.loads:
             for block_id in load.block_ids:
                 self.memory.spoil(block_id)
-            self._pending.append([load, self.latency_steps])
+            self.pending.append([load, self.latency_steps])
 
     def wait_for_save(self, meta) -> None:
         self.calls.append("wait_for_save")
@@ -196,17 +196,17 @@ class HostWorker:
 
     def take_results(self) -> ConnectorOutput:
         self.calls.append("take_results")
-        for entry in list(self._pending):
+        for entry in list(self.pending):
             load, left = entry
             if left is None:
                 continue
             if left <= 0:
-                self._pending.remove(entry)
+                self.pending.remove(entry)
                 self._copy(load)
-                self._finished.add(load.request_id)
+                self.finished.add(load.request_id)
             entry[1] = left - 1
-        results = ConnectorOutput(self._finished, self._failed)
-        self._finished, self._failed = set(), set()
+        results = ConnectorOutput(self.finished, self._failed)
+        self.finished, self._failed = set(), set()
         return results
 
     def shutdown(self) -> None:
@@ -214,11 +214,11 @@ class HostWorker:
 
     @property
     def loading_ids(self) -> list[str]:
-        return [load.request_id for load, _ in self._pending]
+        return [load.request_id for load, _ in self.pending]
 
     def finish_loads(self, request_id: str | None = None) -> None:
         """The loads of this request (of all) end in the coming step."""
-        for entry in self._pending:
+        for entry in self.pending:
             if request_id in (None, entry[0].request_id):
                 entry[1] = 0
 

@@ -11,7 +11,7 @@ from faults import FaultyCopier
 from kvbm.config.schema import Profile
 from kvbm.engines.embedded.driver import create_connector
 from kvbm.engines.embedded.engine.config import EngineConfig
-from kvbm.engines.embedded.engine.engine import Engine, _Order
+from kvbm.engines.embedded.engine.engine import Engine, _Order  # only orders run between two steps
 from kvbm.engines.embedded.engine.request import RequestOutput, SamplingParams
 
 WAIT_S = 60.0
@@ -86,8 +86,12 @@ class KvbmEngine:
         self._ids = iter(range(10**6))
         self.copier = None
         if self.connector is not None and not worker_process:
-            worker = self.connector[1]._home
+            worker = self.connector[1]._home  # the engine has no other way to it
             worker.copier = self.copier = FaultyCopier(worker.copier)
+
+    @property
+    def worker_process(self):
+        return self.connector[1]._home._process  # whom a test stops and kills; the engine shows none
 
     @property
     def leader(self):
@@ -114,7 +118,7 @@ class KvbmEngine:
     def between_steps(self, run) -> bool:
         """Run a function in the engine thread."""
         order = _Order(run)
-        self.engine._orders.put(order)
+        self.engine._orders.put(order)  # as a reset of the cache is, which is the only public order
         return order.done.result(WAIT_S)
 
     def forget_g1(self) -> None:

@@ -9,6 +9,8 @@ token 13 kills it.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import io
 import json
 import os
@@ -21,7 +23,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import aiohttp
@@ -250,7 +251,29 @@ def serve(engine: WrittenEngine, use: Callable[[Client], Awaitable[None]], *, co
     asyncio.run(run())
 
 
-@cache
+def served(
+    answer: bytes | list[int] = b"Hello, world", **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs a test that is a coroutine. It gets a `client` of a server, and its `engine` if it asks for it."""
+
+    def of(test: Callable[..., Any]) -> Callable[..., None]:
+        parameters = inspect.signature(test).parameters
+        signature = inspect.Signature([one for name, one in parameters.items() if name not in ("client", "engine")])
+
+        @functools.wraps(test)
+        def run(*values: Any, **fixtures: Any) -> None:
+            engine = WrittenEngine(answer, **options)
+            given = dict(signature.bind(*values, **fixtures).arguments)
+            given |= {"engine": engine} if "engine" in parameters else {}
+            serve(engine, lambda client: test(client, **given))
+
+        run.__signature__ = signature  # type: ignore[attr-defined]  # what pytest and Hypothesis pass
+        return run
+
+    return of
+
+
+@functools.cache
 def byte_codec() -> TextCodec:
     from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
 

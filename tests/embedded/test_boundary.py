@@ -124,8 +124,10 @@ class Kvbm:
                 blocks=BLOCKS, max_batched_tokens=48, connector=self.connector, memory=SharedMemoryOfBytes
             )
         if store is not None:
+            # A store of another process opens the region by its name.
             region = self.connector[0]._guarded.region
             store.shards, store.slots_carry = region.shards, region.slots_carry
+        # The engine shows no worker, and faults belong into its copier.
         worker = self.connector[1]._home
         worker.copier = self.copier = FaultyCopier(worker.copier)
 
@@ -336,6 +338,7 @@ def test_after_a_fault_a_reset_succeeds_and_one_event_says_that_the_tier_is_empt
         Fault(patch, Leader, "step", calls={1}, after=False)
         kvbm.serve(random.Random(2))
         assert kvbm.connector[0].reset_cache() is True
+        # The events of the cache, before the engine takes them.
         cache = kvbm.connector[0]._cache
         cache._has_cleared = False  # the engine has taken the event
         assert cache.take_events() == [TierCleared(Tier.HOST)]
@@ -350,8 +353,10 @@ def test_a_change_of_the_weights_ends_persistence_after_a_fault_too(monkeypatch,
             Fault(patch, Leader, "step", calls={1}, after=False)
         kvbm.serve(random.Random(1))
         assert bool(kvbm.counters.disabled) == is_off
+        # The events of the cache, before the engine takes them.
         cache = kvbm.connector[0]._cache
         assert cache.reset(ends_persistence=True) is True
+        # What persists shows only in the next engine.
         assert tier_of(cache.leader, Tier.DISK).disk._has_ended_persistence
 
 
@@ -369,10 +374,12 @@ def test_the_first_fault_is_logged_with_its_traceback_and_more_of_them_are_count
 @pytest.mark.parametrize("name", ["fence", "submit_onboard", "submit_offload", "poll", "write_slots", "write_lane"])
 def test_an_exception_in_a_worker_fails_its_transfers_and_turns_nothing_off(name, monkeypatch):
     with running() as kvbm, monkeypatch.context() as patch:
+        # The engine shows no worker, and faults belong into its copier.
         worker = kvbm.connector[1]._home
-        pool = {"submit_onboard": worker._onboard_pool, "submit_offload": worker._offload_pool}.get(name)
-        target = {"fence": kvbm.copier._copier, "poll": worker._onboard_pool}.get(name, pool or worker._segment)
+        onboard, offload, segment = worker._onboard_pool, worker._offload_pool, worker._segment  # each part of it
+        target = {"poll": onboard, "submit_onboard": onboard, "submit_offload": offload}.get(name, segment)
         calls = iter(range(10**6))
+        target = kvbm.copier if name == "fence" else target
         original = getattr(target, name.partition("_o")[0])
 
         def faulty(*args, **kwargs):
@@ -380,10 +387,7 @@ def test_an_exception_in_a_worker_fails_its_transfers_and_turns_nothing_off(name
                 raise MemoryError
             return original(*args, **kwargs)
 
-        if name == "fence":
-            patch.setattr(kvbm.copier, "fence", faulty)
-        else:
-            patch.setattr(target, name.partition("_o")[0], faulty)
+        patch.setattr(target, name.partition("_o")[0], faulty)
         kvbm.serve(random.Random(name))
         assert next(calls) > 1
         assert kvbm.counters.disabled == 0

@@ -148,25 +148,3 @@ def test_what_a_real_client_sends_gets_an_answer_with_the_fields_of_vllm(
 def test_every_kind_of_client_is_in_the_recording() -> None:
     found = {request["client"].split()[0] for request in RECORDED["requests"]}
     assert found == {"openai", "LMBenchmark", "aiperf", "guidellm", "vllm"}
-
-
-@pytest.mark.parametrize(
-    ("fields_", "status", "param", "code"),
-    [
-        ({"model": "nope"}, 404, "model", "model_not_found"),
-        ({"max_tokens": 1_000_000}, 400, "max_tokens", "context_length_exceeded"),
-        ({"prompt": ""}, 400, "prompt", None),
-        ({"max_tokens": -1}, 400, "max_tokens", None),
-        ({"stream_options": {"include_usage": True}}, 400, "stream_options", None),
-    ],
-)
-def test_an_error_has_the_object_of_the_openai_api_and_the_status_of_vllm(
-    address: str, fields_: dict[str, Any], status: int, param: str, code: str | None
-) -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(address, "/v1/completions", {"model": "synthetic:tiny", "prompt": "a", **fields_})
-    error = json.loads(caught.value.read())["error"]
-    caught.value.close()
-    assert caught.value.code == status
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
-    assert set(error) == {"message", "type", "param", "code"}

@@ -148,7 +148,7 @@ def test_loaded_blocks_are_found_in_g1_by_the_next_request():
 
 def test_ids_that_the_engine_does_not_know_are_ignored():
     engine = engine_with_host()
-    engine.connector[1]._finished.add("who")
+    engine.connector[1].finished.add("who")
     engine.answer(PROMPT, max_tokens=2)
 
 
@@ -173,7 +173,7 @@ def test_only_the_blocks_from_the_first_failed_one_are_computed_again():
     worker.report_failure(third)  # a step before the load ends
     engine.step()
     engine.memory.spoil(third)
-    worker._pending[0][0] = host_connector.Load("hit", *_without(worker._pending[0][0], third))
+    worker.pending[0][0] = host_connector.Load("hit", *_without(worker.pending[0][0], third))
     worker.finish_loads()
     engine.run()
     require_right(result, PROMPT)

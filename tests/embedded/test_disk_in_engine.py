@@ -307,22 +307,10 @@ def flip_bit(instance, slot_bytes):
     change_bytes(arena, 3 * slot_bytes + 999, bytes([byte ^ 4]))
 
 
-def zero_page(instance, slot_bytes):
-    change_bytes(instance / "arena", 3 * slot_bytes + 4096, bytes(4096))
-
-
 def swap_slots(instance, slot_bytes):
     content = (instance / "arena").read_bytes()
     change_bytes(instance / "arena", 3 * slot_bytes, content[4 * slot_bytes : 5 * slot_bytes])
     change_bytes(instance / "arena", 4 * slot_bytes, content[3 * slot_bytes : 4 * slot_bytes])
-
-
-def truncate_arena(instance, slot_bytes):
-    os.truncate(instance / "arena", 3 * slot_bytes + 100)
-
-
-def zero_arena(instance, slot_bytes):
-    change_bytes(instance / "arena", 0, bytes(30 * slot_bytes))
 
 
 def exchange_rows(instance, slot_bytes):
@@ -334,40 +322,27 @@ def exchange_rows(instance, slot_bytes):
     connection.close()
 
 
-def spoil_index(instance, slot_bytes):
-    change_bytes(instance / "index.sqlite", 0, bytes(4096))
-
-
 def remove_index(instance, slot_bytes):
     for path in instance.glob("index.sqlite*"):
         path.unlink()
 
 
-def spoil_superblock(instance, slot_bytes):
-    change_bytes(instance / "superblock", 60, b"\0\0\0\0")
-
-
-def truncate_superblock(instance, slot_bytes):
-    os.truncate(instance / "superblock", 30)
-
-
-def remove_arena(instance, slot_bytes):
-    (instance / "arena").unlink()
-
-
-# name: (damage, tokens that may still be found at most, the counter that tells)
+# What is done to a directory with slots of that size, how many tokens may still be found, and which counter tells.
 DAMAGES = {
     "flipped bit": (flip_bit, LOADABLE - 16, "disk_checksum_failures"),
-    "zeroed page": (zero_page, LOADABLE - 16, "disk_checksum_failures"),
+    "zeroed page": (
+        lambda at, slot: change_bytes(at / "arena", 3 * slot + 4096, bytes(4096)),
+        *(LOADABLE - 16, "disk_checksum_failures"),
+    ),
     "swapped slots": (swap_slots, LOADABLE - 32, "disk_checksum_failures"),
-    "zeroed arena": (zero_arena, 0, "disk_checksum_failures"),
+    "zeroed arena": (lambda at, slot: change_bytes(at / "arena", 0, bytes(30 * slot)), 0, "disk_checksum_failures"),
     "exchanged rows": (exchange_rows, LOADABLE - 32, "disk_checksum_failures"),
-    "truncated arena": (truncate_arena, 3 * 16, None),
-    "no arena": (remove_arena, 0, None),
-    "spoilt index": (spoil_index, 0, None),
+    "truncated arena": (lambda at, slot: os.truncate(at / "arena", 3 * slot + 100), 3 * 16, None),
+    "no arena": (lambda at, slot: (at / "arena").unlink(), 0, None),
+    "spoilt index": (lambda at, slot: change_bytes(at / "index.sqlite", 0, bytes(4096)), 0, None),
     "no index": (remove_index, 0, None),
-    "spoilt superblock": (spoil_superblock, 0, None),
-    "truncated superblock": (truncate_superblock, 0, None),
+    "spoilt superblock": (lambda at, slot: change_bytes(at / "superblock", 60, b"\0\0\0\0"), 0, None),
+    "truncated superblock": (lambda at, slot: os.truncate(at / "superblock", 30), 0, None),
 }
 
 
@@ -376,6 +351,7 @@ DAMAGES = {
 def test_damage_between_two_runs_changes_no_output(written, expected, name):
     damage, most_tokens, counter = DAMAGES[name]
     with engine_on(written) as engine:
+        # Where the bytes of a slot begin in the file.
         slot_bytes = engine.leader._settings.block_bytes
     damage(instance_of(written), slot_bytes)
     with engine_on(written) as engine:
@@ -577,6 +553,7 @@ def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(w
 def test_a_disk_process_killed_while_the_engine_rests_is_back_with_all_its_blocks(written, expected):
     with engine_on(written) as engine:
         pid = kill_disk(engine)
+        # The next process is ready before a request asks for it.
         eventually(lambda: tier_of(engine.leader, Tier.DISK).disk._next is not None)
         assert not Path(f"/proc/{pid}").exists()
         wait_until(engine, lambda: engine.counters.disk.restarts and not engine.counters.disk.off)
@@ -675,10 +652,7 @@ def test_a_stopped_disk_process_costs_one_deadline_and_no_block(written, expecte
                 forget_memory(engine)
                 engine.ask(prompt(seed, LENGTH))
                 assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
-            deadline_s = time.monotonic() + 30
-            while engine.between_steps(lambda: engine.leader.has_pending()):
-                assert time.monotonic() < deadline_s, "the engine cannot rest meanwhile"
-                time.sleep(0.01)
+            eventually(lambda: not engine.between_steps(lambda: engine.leader.has_pending()), "it cannot rest")
         assert steps.longest_s < LONGEST_STEP_S, "a step waited for the process"
         wait_until(engine, lambda: not engine.counters.disk.off)
         assert engine.counters.disk.restarts == 0

@@ -237,6 +237,7 @@ def test_a_missing_gpu_is_named():
 
 
 def test_attention_that_differs_from_the_models_own_stops_the_start(saved, monkeypatch):
+    # A wrong mask is a bug in our own attention: it can only be planted.
     right = attention._mask
 
     def leaking(query_count, key_count, window, device):

@@ -10,13 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from bookkeeping import tier_of
 from kvbm_engine import prompt, running
+from waiting import eventually
 
 import kvbm
 from kvbm.types import Tier
@@ -79,24 +79,12 @@ def is_healthy(port: int) -> bool:
 @pytest.mark.soak
 def test_an_engine_serves_and_ends_although_its_log_is_not_read():
     port = choose_port("127.0.0.1", 0)
-    command = [
-        sys.executable,
-        "-m",
-        "kvbm.engines.embedded",
-        "--model",
-        "synthetic:tiny",
-        "--port",
-        str(port),
-        "--no-verify",
-    ]
+    command = [sys.executable, "-m", "kvbm.engines.embedded", "--model", "synthetic:tiny", "--no-verify"]
     with full_pipe() as (_, write):
-        engine = subprocess.Popen(command, stdout=write, stderr=write)
+        engine = subprocess.Popen([*command, "--port", str(port)], stdout=write, stderr=write)
         try:
-            deadline_s = time.monotonic() + WAIT_S
-            while not is_healthy(port):
-                assert engine.poll() is None
-                assert time.monotonic() < deadline_s, "a line of the log holds up the start"
-                time.sleep(0.05)
+            eventually(lambda: engine.poll() is not None or is_healthy(port), "a line of the log holds up the start")
+            assert engine.poll() is None
             status, _ = ask(port, "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4})
             assert status == 200
             engine.send_signal(signal.SIGTERM)

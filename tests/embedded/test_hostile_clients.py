@@ -6,12 +6,12 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.system.http_client import get, request
@@ -48,11 +48,8 @@ def started(log: Path, *command: str, port: int) -> Iterator[str]:
         server = subprocess.Popen([sys.executable, *command], stderr=file, stdout=file)
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
-            assert server.poll() is None, log.read_text()
-            if get(f"{url}/health", timeout_s=5.0).status == 200:
-                break
-            time.sleep(0.1)
+        eventually(lambda: server.poll() is not None or get(f"{url}/health", timeout_s=5.0).status == 200)
+        assert server.poll() is None, log.read_text()
         yield url
         assert server.poll() is None
     finally:

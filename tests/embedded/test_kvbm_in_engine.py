@@ -59,6 +59,7 @@ def test_no_table_of_adaptive_eviction_changes_an_output(expected, table):
     with running(host_blocks=40, eviction="adaptive", prefix_caching=False) as engine:
         adaptive = engine.leader.host.store.policy
         adaptive.order.use_table(table)
+        # Which table is best follows from the requests; here it is the given one.
         adaptive._decide = lambda: next(one for one in adaptive._shadows if one.table is table)
         assert_same(conversations(engine), expected)
         engine.settle()
@@ -220,7 +221,7 @@ def test_aborting_in_every_state_leaves_nothing_behind():
         pool = engine.engine.blocks
         assert engine.between_steps(lambda: check_pool(pool) or pool.used_count == 0)
         assert engine.leader.blocks()[Tier.HOST]["pinned"] == engine.leader.blocks()[Tier.HOST]["moving"] == 0
-        assert not engine.leader._requests
+        assert not engine.leader._requests  # what it keeps of a request has no public count
 
 
 def test_reset_under_load_changes_no_output(expected):
@@ -245,7 +246,7 @@ def test_reset_under_load_changes_no_output(expected):
 def test_kill_of_the_worker_process_under_load_leaves_a_working_engine(expected):
     with running(host_blocks=400, worker_process=True) as engine:
         engine.ask(prompt(9, 100))
-        killer = threading.Timer(0.2, engine.connector[1]._home._process.kill)
+        killer = threading.Timer(0.2, engine.worker_process.kill)
         killer.start()
         assert_same(conversations(engine), expected)
         killer.join()
@@ -257,19 +258,19 @@ def test_kill_of_the_worker_process_under_load_leaves_a_working_engine(expected)
 def test_signals_for_the_whole_group_leave_the_worker_process_to_its_engine(expected):
     """Ctrl-C, a closed terminal and systemd reach every process. The engine still answers its open requests."""
     with running(host_blocks=120, worker_process=True) as engine:
-        pid = engine.connector[1]._home._process.pid
+        pid = engine.worker_process.pid
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(pid, number)
         assert_same(conversations(engine), expected)
         assert engine.counters.disabled == 0
-        assert engine.connector[1]._home._process.poll() is None
+        assert engine.worker_process.poll() is None
 
 
 @pytest.mark.soak
 def test_a_worker_process_that_does_not_read_holds_up_nobody():
     with running(host_blocks=400, worker_process=True, num_blocks=60) as engine:
         first = engine.ask(prompt(1, 200))
-        process = engine.connector[1]._home._process
+        process = engine.worker_process
         os.kill(process.pid, signal.SIGSTOP)
         try:
             for seed in range(40):
@@ -290,7 +291,7 @@ def test_a_request_does_not_wait_for_a_worker_process_that_is_stopped():
         expected = [engine.ask(prompt(seed, 200)).said() for seed in (1, 2)]
         engine.settle()
         engine.forget_g1()
-        process = engine.connector[1]._home._process
+        process = engine.worker_process
         os.kill(process.pid, signal.SIGSTOP)
         try:
             began_s = time.monotonic()
@@ -322,7 +323,7 @@ def test_a_request_does_not_wait_for_a_worker_process_that_is_stopped():
 def test_a_stop_of_the_engine_does_not_wait_for_a_stopped_worker_process():
     with running(host_blocks=400, worker_process=True) as engine:
         engine.ask(prompt(1, 200))
-        os.kill(engine.connector[1]._home._process.pid, signal.SIGSTOP)
+        os.kill(engine.worker_process.pid, signal.SIGSTOP)
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 15
 

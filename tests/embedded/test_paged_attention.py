@@ -88,6 +88,7 @@ def test_only_tokens_of_the_row_are_written():
     case = Case(8, 8)
     _, key, value = case.packed()
     before = case.pool.storages[0].clone()
+    # The writing half of a forward pass.
     attention._write(case.batch, 1, key, value)
     changed = (case.pool.storages[0] != before).view(torch.float32.itemsize, -1)
     written = sum(end - start for start, end in case.spans) * KV_HEADS * (8 + 8)

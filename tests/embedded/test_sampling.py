@@ -116,6 +116,7 @@ def test_logprobs_reach_the_client(rig):
 def test_an_answer_ends_at_the_stop_token_unless_told_otherwise():
     with EngineRig("synthetic:tiny", num_blocks=64, verify=False, threads=1) as rig:
         tokens = rig.generate(PROMPTS[:1], max_tokens=6)[0].token_ids
+        # Random weights never give the stop token of the tokenizer.
         rig.core._stop_token_ids = frozenset([tokens[3]])
         ended = rig.generate(PROMPTS[:1], max_tokens=6, ignore_eos=False)[0]
         assert ended.token_ids == tokens[: tokens.index(tokens[3]) + 1]

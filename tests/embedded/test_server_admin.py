@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 
 import pytest
-from server_rig import ADMIN_TOKEN, COMPLETIONS, Client, WrittenEngine, serve
+from server_rig import ADMIN_TOKEN, COMPLETIONS, Client, WrittenEngine, serve, served
 
 from kvbm.engines.launch_plan import ADMIN_HEADER
 
@@ -35,24 +35,20 @@ def test_refused_caller_does_not_reset_the_cache(headers: dict[str, str]) -> Non
     assert resets == []
 
 
-def test_a_server_without_token_refuses_all() -> None:
-    async def use(client: Client) -> None:
-        client.service.admin_token = None
-        for token in (ADMIN_TOKEN, ""):
-            status, body = await client.post(RESET, {ADMIN_HEADER: token})
-            assert (status, "it is off" in body["error"]["message"]) == (403, True)
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_a_server_without_token_refuses_all(client: Client) -> None:
+    client.service.admin_token = None
+    for token in (ADMIN_TOKEN, ""):
+        status, body = await client.post(RESET, {ADMIN_HEADER: token})
+        assert (status, "it is off" in body["error"]["message"]) == (403, True)
 
 
-def test_bytes_that_are_no_text_are_refused() -> None:
-    async def use(client: Client) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\n%b: \xff\xfe\r\n\r\n" % (RESET.encode(), ADMIN_HEADER.encode()))
-        assert (await reader.readline()).split()[1] == b"403"
-        writer.close()
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_bytes_that_are_no_text_are_refused(client: Client) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\n%b: \xff\xfe\r\n\r\n" % (RESET.encode(), ADMIN_HEADER.encode()))
+    assert (await reader.readline()).split()[1] == b"403"
+    writer.close()
 
 
 def test_resets_that_wait_hold_up_no_completion() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from server_rig import COMPLETIONS, Client, WrittenEngine, eventually, serve
+from server_rig import COMPLETIONS, Client, WrittenEngine, eventually, served
 
 pytest.importorskip("transformers")
 
@@ -17,15 +17,13 @@ def request_of(*, stream: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_leaves_ends_its_request_although_nothing_is_computed(stream: bool) -> None:
-    engine = WrittenEngine(is_paced=True)
-
-    async def use(client: Client) -> None:
-        _, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        writer.write(request_of(stream=stream))
-        engine.permit(1)
-        await eventually(lambda: bool(engine.submitted))
-        writer.close()
-        await eventually(lambda: len(engine.aborted) == 1)
-
-    serve(engine, use)
+@served(is_paced=True)
+async def test_a_client_that_leaves_ends_its_request_although_nothing_is_computed(
+    client: Client, engine: WrittenEngine, stream: bool
+) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    writer.write(request_of(stream=stream))
+    engine.permit(1)
+    await eventually(lambda: bool(engine.submitted))
+    writer.close()
+    await eventually(lambda: len(engine.aborted) == 1)

@@ -42,6 +42,15 @@ def use(address: str, use: Use) -> None:
     asyncio.run(run())
 
 
+def in_a_session(test: Use) -> Callable[[str], None]:
+    """A test that is a coroutine, with a session of the engine of this module."""
+
+    def run(address: str) -> None:
+        use(address, test)
+
+    return run
+
+
 async def complete(session: aiohttp.ClientSession, prompt: str, **wanted: Any) -> dict[str, Any]:
     async with session.post("/v1/completions", json={"prompt": prompt, **GREEDY, **wanted}) as response:
         assert response.status == 200, await response.text()
@@ -79,95 +88,81 @@ def prompt_of(user: int) -> str:
     return f"{user}: " + " ".join(str(user * 100 + word) for word in range(80))
 
 
-def test_eight_streams_at_once_give_what_each_gives_alone(address: str) -> None:
-    async def eight(session: aiohttp.ClientSession) -> None:
-        alone = [await complete(session, prompt_of(user), max_tokens=40) for user in range(8)]
-        together = await asyncio.gather(*(stream(session, prompt_of(user), max_tokens=40) for user in range(8)))
-        for body, (text, token_ids, usage) in zip(alone, together, strict=True):
-            assert token_ids == body["choices"][0]["token_ids"]
-            assert text == body["choices"][0]["text"]
-            assert usage["completion_tokens"] == 40
-        assert sum(usage["prompt_tokens_details"]["cached_tokens"] for _, _, usage in together) > 0
-
-    use(address, eight)
+@in_a_session
+async def test_eight_streams_at_once_give_what_each_gives_alone(session: aiohttp.ClientSession) -> None:
+    alone = [await complete(session, prompt_of(user), max_tokens=40) for user in range(8)]
+    together = await asyncio.gather(*(stream(session, prompt_of(user), max_tokens=40) for user in range(8)))
+    for body, (text, token_ids, usage) in zip(alone, together, strict=True):
+        assert token_ids == body["choices"][0]["token_ids"]
+        assert text == body["choices"][0]["text"]
+        assert usage["completion_tokens"] == 40
+    assert sum(usage["prompt_tokens_details"]["cached_tokens"] for _, _, usage in together) > 0
 
 
-def test_clients_that_leave_free_the_engine_for_those_who_stay(address: str) -> None:
-    async def leave(session: aiohttp.ClientSession) -> None:
-        expected = await complete(session, prompt_of(1), max_tokens=60)
-        async with contextlib.AsyncExitStack() as stack:
-            leaving = [await stack.enter_async_context(begun(session, prompt_of(user))) for user in range(10, 14)]
-            staying = asyncio.ensure_future(stream(session, prompt_of(1), max_tokens=60))
-            await asyncio.sleep(0.05)
-            for response in leaving:
-                response.close()
-            _, token_ids, _ = await staying
-        assert token_ids == expected["choices"][0]["token_ids"]
-        while await requests_in_engine(session):
-            await asyncio.sleep(0.02)
-
-    use(address, leave)
+@in_a_session
+async def test_clients_that_leave_free_the_engine_for_those_who_stay(session: aiohttp.ClientSession) -> None:
+    expected = await complete(session, prompt_of(1), max_tokens=60)
+    async with contextlib.AsyncExitStack() as stack:
+        leaving = [await stack.enter_async_context(begun(session, prompt_of(user))) for user in range(10, 14)]
+        staying = asyncio.ensure_future(stream(session, prompt_of(1), max_tokens=60))
+        await asyncio.sleep(0.05)
+        for response in leaving:
+            response.close()
+        _, token_ids, _ = await staying
+    assert token_ids == expected["choices"][0]["token_ids"]
+    while await requests_in_engine(session):
+        await asyncio.sleep(0.02)
 
 
-def test_a_stop_string_gives_the_beginning_of_the_unstopped_text(address: str) -> None:
-    async def stop(session: aiohttp.ClientSession) -> None:
-        whole = (await complete(session, "Once", max_tokens=40))["choices"][0]["text"]
-        wanted = next(text for text in (whole[i : i + 2] for i in range(10, 38)) if "�" not in text)
-        text, token_ids, usage = await stream(session, "Once", max_tokens=40, stop=wanted)
-        assert text == whole.split(wanted)[0]
-        assert usage["completion_tokens"] == len(token_ids)
-        assert (await complete(session, "Once", max_tokens=40, stop=[wanted]))["choices"][0]["text"] == text
-        while await requests_in_engine(session):
-            await asyncio.sleep(0.02)
-
-    use(address, stop)
+@in_a_session
+async def test_a_stop_string_gives_the_beginning_of_the_unstopped_text(session: aiohttp.ClientSession) -> None:
+    whole = (await complete(session, "Once", max_tokens=40))["choices"][0]["text"]
+    wanted = next(text for text in (whole[i : i + 2] for i in range(10, 38)) if "�" not in text)
+    text, token_ids, usage = await stream(session, "Once", max_tokens=40, stop=wanted)
+    assert text == whole.split(wanted)[0]
+    assert usage["completion_tokens"] == len(token_ids)
+    assert (await complete(session, "Once", max_tokens=40, stop=[wanted]))["choices"][0]["text"] == text
+    while await requests_in_engine(session):
+        await asyncio.sleep(0.02)
 
 
-def test_the_same_seed_samples_the_same_answer(address: str) -> None:
-    async def sample(session: aiohttp.ClientSession) -> None:
-        wanted = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": 7, "max_tokens": 20}
-        answers = [await complete(session, "Once", **wanted) for _ in range(2)]
-        other = await complete(session, "Once", **{**wanted, "seed": 8})
-        tokens = [body["choices"][0]["token_ids"] for body in (*answers, other)]
-        assert tokens[0] == tokens[1] != tokens[2]
-
-    use(address, sample)
+@in_a_session
+async def test_the_same_seed_samples_the_same_answer(session: aiohttp.ClientSession) -> None:
+    wanted = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": 7, "max_tokens": 20}
+    answers = [await complete(session, "Once", **wanted) for _ in range(2)]
+    other = await complete(session, "Once", **{**wanted, "seed": 8})
+    tokens = [body["choices"][0]["token_ids"] for body in (*answers, other)]
+    assert tokens[0] == tokens[1] != tokens[2]
 
 
-def test_another_cache_salt_finds_nothing(address: str) -> None:
-    async def salt(session: aiohttp.ClientSession) -> None:
-        for salt, cached in [("a", 0), ("a", 96), ("b", 0)]:
-            body = await complete(session, "x" * 100, max_tokens=1, cache_salt=salt)
-            assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-
-    use(address, salt)
+@in_a_session
+async def test_another_cache_salt_finds_nothing(session: aiohttp.ClientSession) -> None:
+    for salt, cached in [("a", 0), ("a", 96), ("b", 0)]:
+        body = await complete(session, "x" * 100, max_tokens=1, cache_salt=salt)
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
-def test_emptying_the_cache_is_seen_by_the_next_request(address: str) -> None:
-    async def reset(session: aiohttp.ClientSession) -> None:
-        for cached in (0, 96):
-            body = await complete(session, "y" * 100, max_tokens=1)
-            assert body["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {
-                "device": cached,
-                "host": 0,
-                "disk": 0,
-                "shared": 0,
-            }
-        async with session.post("/reset_prefix_cache?reset_external=true", headers=TOKEN) as response:
-            assert response.status == 200
+@in_a_session
+async def test_emptying_the_cache_is_seen_by_the_next_request(session: aiohttp.ClientSession) -> None:
+    for cached in (0, 96):
         body = await complete(session, "y" * 100, max_tokens=1)
-        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {
+            "device": cached,
+            "host": 0,
+            "disk": 0,
+            "shared": 0,
+        }
+    async with session.post("/reset_prefix_cache?reset_external=true", headers=TOKEN) as response:
+        assert response.status == 200
+    body = await complete(session, "y" * 100, max_tokens=1)
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
-    use(address, reset)
 
-
-def test_logprobs_of_the_greedy_token_are_the_highest(address: str) -> None:
-    async def logprobs(session: aiohttp.ClientSession) -> None:
-        found = (await complete(session, "Once", max_tokens=5, logprobs=3))["choices"][0]["logprobs"]
-        for chosen, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
-            assert chosen == max(top.values()) < 0
-
-    use(address, logprobs)
+@in_a_session
+async def test_logprobs_of_the_greedy_token_are_the_highest(session: aiohttp.ClientSession) -> None:
+    found = (await complete(session, "Once", max_tokens=5, logprobs=3))["choices"][0]["logprobs"]
+    for chosen, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert chosen == max(top.values()) < 0
 
 
 def test_a_client_on_a_bare_socket_reads_a_whole_stream(address: str) -> None:

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from server_rig import CHAT, COMPLETIONS, HELLO, MAX_MODEL_LEN, Client, WrittenEngine, byte_codec, serve
+from server_rig import CHAT, COMPLETIONS, HELLO, MAX_MODEL_LEN, Client, WrittenEngine, byte_codec, serve, served
 
 from kvbm.engines.embedded.http import openai_requests
 from kvbm.engines.embedded.http.text_codec import TextCodec
@@ -16,14 +16,12 @@ from kvbm.engines.embedded.http.text_codec import TextCodec
 pytest.importorskip("transformers")
 
 
-def test_prompt_that_fills_the_context_is_never_refused_for_its_values() -> None:
-    async def use(client: Client) -> None:
-        assert (await client.post(COMPLETIONS, prompt=[97] * (MAX_MODEL_LEN - 1), max_tokens=1))[0] == 200
-        assert (await client.post(CHAT, messages=HELLO * (MAX_MODEL_LEN // 64), max_tokens=1))[0] == 200
-        status, answer = await client.post(COMPLETIONS, prompt=", " * 20_000)
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")  # as a prompt, not as a body
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_prompt_that_fills_the_context_is_never_refused_for_its_values(client: Client) -> None:
+    assert (await client.post(COMPLETIONS, prompt=[97] * (MAX_MODEL_LEN - 1), max_tokens=1))[0] == 200
+    assert (await client.post(CHAT, messages=HELLO * (MAX_MODEL_LEN // 64), max_tokens=1))[0] == 200
+    status, answer = await client.post(COMPLETIONS, prompt=", " * 20_000)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")  # as a prompt, not as a body
 
 
 class WatchedCodec(TextCodec):
@@ -55,13 +53,11 @@ def test_text_of_a_large_chat_is_handled_off_the_event_loop(messages: list[dict[
     assert threading.main_thread() not in threads
 
 
-def test_nesting_of_any_depth_in_a_large_body_is_a_refusal() -> None:
-    async def use(client: Client) -> None:
-        for opening in (b"[", b'{"messages":', b'[{"content":'):
-            status, answer = await client.send(CHAT, io.BytesIO(opening * 10_000 + b" " * 100_000))
-            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_nesting_of_any_depth_in_a_large_body_is_a_refusal(client: Client) -> None:
+    for opening in (b"[", b'{"messages":', b'[{"content":'):
+        status, answer = await client.send(CHAT, io.BytesIO(opening * 10_000 + b" " * 100_000))
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
 NUMBERS = ("1e400", "-1e400", "NaN", "Infinity", "-1", "0", "1.5", "1e30", "9" * 5000, '"1"', "true", "[]", "{}")
@@ -71,13 +67,11 @@ NUMBER_FIELDS = (
 )
 
 
-def test_no_number_in_any_field_is_a_server_error() -> None:
-    async def use(client: Client) -> None:
-        for field in NUMBER_FIELDS:
-            for number in NUMBERS:
-                for path, prompt in ((COMPLETIONS, '"prompt": "a"'), (CHAT, f'"messages": {json.dumps(HELLO)}')):
-                    body = f'{{{prompt}, "{field}": {number}}}'.encode()
-                    status, answer = await client.send(path, body)
-                    assert status in (200, 400), (body[:200], answer)
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_no_number_in_any_field_is_a_server_error(client: Client) -> None:
+    for field in NUMBER_FIELDS:
+        for number in NUMBERS:
+            for path, prompt in ((COMPLETIONS, '"prompt": "a"'), (CHAT, f'"messages": {json.dumps(HELLO)}')):
+                body = f'{{{prompt}, "{field}": {number}}}'.encode()
+                status, answer = await client.send(path, body)
+                assert status in (200, 400), (body[:200], answer)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 from server_rig import DEADLY_TOKEN
+from terminal import assert_said, given_in
+from waiting import eventually
 
 from kvbm.engines.embedded.__main__ import main
 from kvbm_cli.engine.process import choose_port
@@ -38,11 +40,8 @@ class Process:
         return self._log_path.read_text()
 
     def wait_until(self, status: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while self.health() != status:
-            assert self.child.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.02)
+        eventually(lambda: self.child.poll() is not None or self.health() == status)
+        assert self.child.poll() is None, self.log
 
     def health(self) -> str | None:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
@@ -89,10 +88,7 @@ def test_a_signal_lets_open_answers_end_and_takes_no_more(tmp_path: Path) -> Non
         with process.answering() as response:
             start = response.readline()
             process.signal(signal.SIGTERM)
-            deadline = time.monotonic() + WAIT_S
-            while process.health() is not None:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            eventually(lambda: process.health() is None)
             content = start + response.read()
         assert token_count(content) == 40
         assert content.endswith(b"data: [DONE]\n\n")
@@ -177,35 +173,15 @@ def test_an_address_of_another_machine_is_named(capfd: pytest.CaptureFixture[str
     assert lines[0].startswith("error: cannot listen on 192.0.2.1 port 0: cannot assign requested address")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: --model"),
-        (["--model", "m", "--port", "70000"], "argument --port: '70000': Input should be less than or equal to 65535"),
-        (
-            ["--model", "m", "--num-blocks", "0"],
-            "argument --num-blocks: '0': Input should be greater than or",
-        ),
-        (["--model", "m", "--num-blocks", "many"], "argument --num-blocks: 'many': Input should be a valid integer"),
-        (["--model", "m", "--seed", "-1"], "argument --seed: '-1': Input should be greater than or equal to 0"),
-        (["--model", "m", "--drain-timeout", "nan"], "argument --drain-timeout: 'nan': Input should be less"),
-        (["--model", "m", "--drain-timeout", "1e308"], "argument --drain-timeout: '1e308': Input should be less"),
-        (["--model", ""], "argument --model: '': String should have at least 1 character"),
-        (["--model", "m", "--served-model-name", ""], "argument --served-model-name: '': String should have"),
-        (
-            ["--model", "m", "--served-model-name", "\udcff"],
-            "argument --served-model-name: '\\udcff': Input should be a",
-        ),
-        (["--model", "m", "--wibble"], "unrecognized arguments: --wibble"),
-        (["--model", "m", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
-        (["--model", "m", "--worker-process"], "--worker-process requires --connector"),
-    ],
-)
-def test_a_wrong_flag_is_named(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    code, lines = shown(capfd, *arguments)
-    assert code == 2
-    assert lines[0].startswith(f"error: {message}")
-    assert lines[-1] == "hint: see `python -m kvbm.engines.embedded --help` for all flags"
+def test_a_wrong_flag_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each line that is given is refused by the words of the line at the same place below."""
+    said = []
+    for line in given_in("server/flags")["wrong flags"].splitlines():
+        code, lines = shown(capfd, *json.loads(line))
+        assert code == 2
+        assert lines[-1] == "hint: see `python -m kvbm.engines.embedded --help` for all flags"
+        said.append(lines[0])
+    assert_said("server/flags", "wrong flags", "\n".join(said))
 
 
 def test_the_help_says_what_a_flag_is_by_default_and_never_none(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from terminal import assert_said, given_in
 
 from kvbm.engines.embedded.http.openai_requests import (
     ChatBody,
@@ -17,12 +18,6 @@ from kvbm.engines.embedded.http.openai_requests import (
     TokenizeBody,
 )
 from kvbm.engines.embedded.http.request_fields import Body, RequestError, read_body
-
-TEN = ", ".join(['"a"'] * 10)
-CONTENT_RIGHT = (
-    'it must be a string, or a list of parts such as {"type": "text", "text": "..."}; no others are supported'
-)
-PROMPT_RIGHT = "it must be one string or list of token ids, not empty"
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -98,92 +93,15 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
     assert chat(max_completion_tokens=7, max_tokens=7).token_limit == 7
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": ""}, f'`prompt` is "": {PROMPT_RIGHT}'),
-        ({"prompt": []}, f"`prompt` is []: {PROMPT_RIGHT}"),
-        ({"prompt": [1, "a"]}, f'`prompt` is [1, "a"]: {PROMPT_RIGHT}'),
-        ({"prompt": ["a", "", "b"]}, f'`prompt` is ["a", "", "b"]: {PROMPT_RIGHT}'),
-        ({"prompt": [True]}, f"`prompt` is [true]: {PROMPT_RIGHT}"),
-        ({"prompt": None}, "`prompt` is missing"),
-        ({"model": 7}, "`model` is 7: it must be a valid string"),
-        ({"max_tokens": 0}, "`max_tokens` is 0: it must be greater than or equal to 1"),
-        ({"max_tokens": "5"}, '`max_tokens` is "5": it must be a valid integer'),
-        ({"max_tokens": 5.0}, "`max_tokens` is 5.0: it must be a valid integer"),
-        ({"max_tokens": True}, "`max_tokens` is true: it must be a valid integer"),
-        ({"min_tokens": -1}, "`min_tokens` is -1: it must be greater than or equal to 0"),
-        ({"temperature": -1}, "`temperature` is -1: it must be greater than or equal to 0"),
-        ({"temperature": "hot"}, '`temperature` is "hot": it must be a valid number'),
-        ({"temperature": True}, "`temperature` is true: it must be a valid number"),
-        ({"top_p": 0}, "`top_p` is 0: it must be greater than 0"),
-        ({"top_k": -2}, "`top_k` is -2: it must be greater than or equal to -1"),
-        ({"seed": 2**63}, f"`seed` is {2**63}: it must be less than or equal to {2**63 - 1}"),
-        ({"logprobs": 21}, "`logprobs` is 21: it must be less than or equal to 20"),
-        ({"logprobs": True}, "`logprobs` is true: it must be a valid integer"),
-        ({"stop": ""}, '`stop` is "": it must be a non-empty string, or a list of such strings'),
-        ({"stop": ["a", 1]}, '`stop` is ["a", 1]: it must be a non-empty string, or a list of such strings'),
-        (
-            {"stop": ["a"] * 33},
-            f"`stop` is [{TEN}, ...]: it must be a list of at most 32 strings",
-        ),
-        ({"stream": 1}, "`stream` is 1: it must be a valid boolean"),
-        ({"stream_options": {}}, "`stream_options` is {}: it must be absent unless `stream` is true"),
-        ({"cache_salt": ""}, '`cache_salt` is "": string should have at least 1 character'),
-        ({"kv_transfer_params": 1}, "`kv_transfer_params` is 1: it must be an object"),
-        ({"prompt": ["a", "b"]}, f'`prompt` is ["a", "b"]: {PROMPT_RIGHT}'),
-        ({"n": 2}, "`n` is 2: it must be absent or 1; this engine supports nothing else"),
-        ({"echo": True}, "`echo` is true: it must be absent or false; this engine supports nothing else"),
-        ({"max_token": 5}, "`max_token` is not a field of this endpoint; did you mean `max_tokens`?"),
-        ({"wibble": 5}, "`wibble` is not a field of this endpoint"),
-    ],
-)
-def test_a_refused_completion_names_field_value_and_what_would_be_right(fields: dict[str, Any], message: str) -> None:
-    error = refusal(completion, **fields)
-    assert error.message == message
-    assert error.param == next(iter(fields))
-    assert error.status == 400
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"messages": None}, "`messages` is missing"),
-        ({"messages": []}, "`messages` is []: list should have at least 1 item after validation, not 0"),
-        ({"messages": ["hi"]}, '`messages[0]` is "hi": it must be an object'),
-        ({"messages": [{"content": ""}]}, "`messages[0].role` is missing"),
-        (
-            {"messages": [{"role": "robot", "content": ""}]},
-            "`messages[0].role` is \"robot\": it must be 'system', 'developer', 'user' or 'assistant'",
-        ),
-        ({"messages": [{"role": "user", "content": None}]}, "`messages[0].content` is missing"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            f'`messages[0].content` is [{{"type": "image_url"}}]: {CONTENT_RIGHT}',
-        ),
-        ({"messages": [{"role": "user", "content": "", "x": 1}]}, "`messages[0].x` is not a field of this endpoint"),
-        ({"top_logprobs": 3}, "`top_logprobs` is 3: it must be absent unless `logprobs` is true"),
-        (
-            {"max_tokens": 3, "max_completion_tokens": 4},
-            "`max_tokens` is 3: it must be absent, or equal to `max_completion_tokens`, which is 4",
-        ),
-    ],
-)
-def test_a_refused_chat_names_field_value_and_what_would_be_right(fields: dict[str, Any], message: str) -> None:
-    assert refusal(chat, **fields).message == message
-
-
-def test_tools_are_refused() -> None:
-    error = refusal(chat, tools=[{"type": "function"}])
-    assert error.param == "tools"
-    assert "absent or []" in error.message
-
-
-def test_an_unknown_field_of_stream_options_is_named_with_its_object() -> None:
-    error = refusal(completion, stream=True, stream_options={"include_usag": True})
-    assert error.message == (
-        "`stream_options.include_usag` is not a field of this endpoint; did you mean `stream_options.include_usage`?"
-    )
+@pytest.mark.parametrize("name", ["completion", "chat"])
+def test_a_refusal_names_field_value_and_what_would_be_right(name: str) -> None:
+    """Each line that is given is refused by the words of the line at the same place below."""
+    said = []
+    for line in given_in("server/refusals")[name].splitlines():
+        error = refusal({"completion": completion, "chat": chat}[name], **json.loads(line))
+        assert error.status == 400
+        said.append(f"{error.param}: {error.message}")
+    assert_said("server/refusals", name, "\n".join(said))
 
 
 @pytest.mark.parametrize(

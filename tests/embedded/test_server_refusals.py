@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from server_rig import CHAT, COMPLETIONS, HELLO, Client, WrittenEngine, serve
+from server_rig import CHAT, COMPLETIONS, HELLO, Client, WrittenEngine, serve, served
 
 from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
 from kvbm.engines.embedded.http import connections
@@ -21,103 +21,44 @@ from kvbm.engines.embedded.http.endpoints import MAX_BODY_BYTES
 from kvbm.engines.embedded.http.text_codec import TextCodec
 
 
-def test_refusals_are_openai_errors_with_their_status() -> None:
-    async def use(client: Client) -> None:
-        for path, body, status, message, param, code in [
-            (
-                COMPLETIONS,
-                {"prompt": "a", "model": "gpt"},
-                404,
-                '`model` is "gpt": it must be',
-                "model",
-                "model_not_found",
-            ),
-            (
-                COMPLETIONS,
-                {"prompt": "a", "max_tokens": 8, "min_tokens": 9},
-                400,
-                "`min_tokens` is 9: it must be at most `max_tokens`, which is 8",
-                "min_tokens",
-                None,
-            ),
-            (
-                COMPLETIONS,
-                {"prompt": "a", "min_tokens": 17},
-                400,
-                "`min_tokens` is 17: it must be at most `max_tokens`, which is 16",
-                "min_tokens",
-                None,
-            ),
-            (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "`max_tokens` is -1: it must be", "max_tokens", None),
-            (
-                COMPLETIONS,
-                {"prompt": "a " * 300_000},
-                400,
-                "the prompt has 600000 characters: this is above the limit of 4096 tokens",
-                "prompt",
-                "context_length_exceeded",
-            ),
-            (
-                COMPLETIONS,
-                {"prompt": [1] * 4096},
-                400,
-                "the prompt has 4096 tokens: with at least one generated token it must fit into 4096 tokens",
-                "prompt",
-                "context_length_exceeded",
-            ),
-            (
-                COMPLETIONS,
-                {"prompt": [1] * 4000, "max_tokens": 97},
-                400,
-                "`max_tokens` is 97: it must be at most 96, because the prompt uses 4000 of 4096 tokens",
-                "max_tokens",
-                "context_length_exceeded",
-            ),
-            (
-                COMPLETIONS,
-                {"prompt": [1, 259]},
-                400,
-                "`prompt[1]` is 259: it must be a token id from 0 to 258",
-                "prompt",
-                None,
-            ),
-            (COMPLETIONS, {"prompt": [-1]}, 400, "`prompt[0]` is -1: it must be a token id", "prompt", None),
-            (COMPLETIONS, {"prompt": [10**30]}, 400, "`prompt[0]` is 1000000", "prompt", None),
-            ("/nowhere", {}, 404, "/nowhere with POST is not served: Not Found", None, None),
-            ("/health", {}, 405, "/health with POST is not served: Method Not Allowed", None, None),
-            (
-                CHAT,
-                {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
-                400,
-                "`chat_template_kwargs.chat_template` is reserved: a request cannot set it",
-                "chat_template_kwargs",
-                None,
-            ),
-        ]:
-            got, answer = await client.post(path, **body)
-            error = answer["error"]
-            assert (got, error["param"], error["code"]) == (status, param, code), answer
-            assert error["message"].startswith(message)
-            assert error["type"] == "invalid_request_error"
-        assert client.service.running == set()
-
-    serve(WrittenEngine(), use)
+@pytest.mark.parametrize(
+    ("prompt", "more", "message"),
+    [
+        ("a " * 300_000, {}, "the prompt has 600000 characters: this is above the limit of 4096 tokens"),
+        (
+            [1] * 4096,
+            {},
+            "the prompt has 4096 tokens: with at least one generated token it must fit into 4096 tokens",
+        ),
+        (
+            [1] * 4000,
+            {"max_tokens": 97},
+            "`max_tokens` is 97: it must be at most 96, because the prompt uses 4000 of 4096 tokens",
+        ),
+    ],
+)
+@served()
+async def test_a_prompt_beyond_the_context_is_refused(
+    client: Client, prompt: Any, more: dict[str, Any], message: str
+) -> None:
+    status, body = await client.post(COMPLETIONS, prompt=prompt, **more)
+    error = body["error"]
+    assert (status, error["param"], error["code"]) == (400, next(iter(more), "prompt"), "context_length_exceeded")
+    assert error["message"].startswith(message)
+    assert error["type"] == "invalid_request_error"
+    assert client.service.running == set()
 
 
-def test_a_request_id_that_cannot_be_a_header_is_refused() -> None:
-    async def use(client: Client) -> None:
-        status, body = await client.post(COMPLETIONS, headers={"X-Request-Id": "ü"}, prompt="a")
-        assert (status, body["error"]["param"]) == (400, "X-Request-Id")
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_a_request_id_that_cannot_be_a_header_is_refused(client: Client) -> None:
+    status, body = await client.post(COMPLETIONS, headers={"X-Request-Id": "ü"}, prompt="a")
+    assert (status, body["error"]["param"]) == (400, "X-Request-Id")
 
 
-def test_a_body_that_is_too_long_is_refused() -> None:
-    async def use(client: Client) -> None:
-        status, body = await client.send(COMPLETIONS, io.BytesIO(b" " * (MAX_BODY_BYTES + 1)))
-        assert (status, body["error"]["message"]) == (413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_a_body_that_is_too_long_is_refused(client: Client) -> None:
+    status, body = await client.send(COMPLETIONS, io.BytesIO(b" " * (MAX_BODY_BYTES + 1)))
+    assert (status, body["error"]["message"]) == (413, f"the body is longer than {MAX_BODY_BYTES} bytes")
 
 
 def test_a_template_that_refuses_the_messages_is_a_400() -> None:
@@ -168,17 +109,15 @@ NAMES = st.sampled_from(FIELDS.split())
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=20)
 @given(bodies=st.lists(st.tuples(st.booleans(), st.dictionaries(NAMES, VALUES, max_size=4)), min_size=10, max_size=10))
-def test_nothing_that_a_client_sends_is_a_500(bodies: list[tuple[bool, dict[str, Any]]]) -> None:
-    async def use(client: Client) -> None:
-        for is_chat, fields in bodies:
-            body = {"max_tokens": 3, **({"messages": HELLO} if is_chat else {"prompt": "a"}), **fields}
-            async with client.session.post(CHAT if is_chat else COMPLETIONS, json=body) as response:
-                content = await response.read()
-                assert response.status in (200, 400, 404), content
-                if response.status != 200:
-                    assert json.loads(content)["error"]["message"]
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_nothing_that_a_client_sends_is_a_500(client: Client, bodies: list[tuple[bool, dict[str, Any]]]) -> None:
+    for is_chat, fields in bodies:
+        body = {"max_tokens": 3, **({"messages": HELLO} if is_chat else {"prompt": "a"}), **fields}
+        async with client.session.post(CHAT if is_chat else COMPLETIONS, json=body) as response:
+            content = await response.read()
+            assert response.status in (200, 400, 404), content
+            if response.status != 200:
+                assert json.loads(content)["error"]["message"]
 
 
 # -- raw sockets -------------------------------------------------------------------------------------------------------
@@ -204,44 +143,36 @@ BODY = b'{"prompt": "a", "max_tokens": 2, "stream": true}'
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(BODY)
 
 
-def test_a_request_may_come_byte_by_byte() -> None:
-    async def use(client: Client) -> None:
-        message = REQUEST + b"Connection: close\r\n\r\n" + BODY
-        answer = await raw(client, *(message[i : i + 1] for i in range(len(message))))
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert b"data: [DONE]" in answer
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_a_request_may_come_byte_by_byte(client: Client) -> None:
+    message = REQUEST + b"Connection: close\r\n\r\n" + BODY
+    answer = await raw(client, *(message[i : i + 1] for i in range(len(message))))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"data: [DONE]" in answer
 
 
-def test_an_old_client_reads_until_the_connection_closes() -> None:
-    async def use(client: Client) -> None:
-        answer = await raw(client, REQUEST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + BODY)
-        head, body = answer.split(b"\r\n\r\n", 1)
-        assert b"Transfer-Encoding" not in head
-        assert body.startswith(b"data: {")
-        assert body.endswith(b"data: [DONE]\n\n")
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_an_old_client_reads_until_the_connection_closes(client: Client) -> None:
+    answer = await raw(client, REQUEST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + BODY)
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert b"Transfer-Encoding" not in head
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")
 
 
-def test_requests_may_be_pipelined_and_sent_in_chunks() -> None:
-    async def use(client: Client) -> None:
-        chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-        chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (BODY[:9], BODY[9:])) + b"0\r\n\r\n"
-        answer = await raw(client, REQUEST + b"\r\n" + BODY + chunked + chunks)
-        assert answer.count(b"HTTP/1.1 200 OK") == 2
-        assert answer.count(b"data: [DONE]") == 2
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_requests_may_be_pipelined_and_sent_in_chunks(client: Client) -> None:
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (BODY[:9], BODY[9:])) + b"0\r\n\r\n"
+    answer = await raw(client, REQUEST + b"\r\n" + BODY + chunked + chunks)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert answer.count(b"data: [DONE]") == 2
 
 
-def test_a_client_may_wait_for_continue() -> None:
-    async def use(client: Client) -> None:
-        answer = await raw(client, REQUEST + b"Expect: 100-continue\r\n\r\n", until=b"\r\n\r\n")
-        assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
-
-    serve(WrittenEngine(), use)
+@served()
+async def test_a_client_may_wait_for_continue(client: Client) -> None:
+    answer = await raw(client, REQUEST + b"Expect: 100-continue\r\n\r\n", until=b"\r\n\r\n")
+    assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -290,18 +221,14 @@ def test_a_compressed_body_is_refused_by_name(caplog: pytest.LogCaptureFixture) 
     assert caplog.records == []
 
 
-def test_a_client_that_gives_up_while_sending_leaves_nothing() -> None:
-    engine = WrittenEngine()
-
-    async def use(client: Client) -> None:
-        for cut in (10, len(REQUEST), len(REQUEST) + 12):
-            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-            writer.write((REQUEST + b"\r\n" + BODY)[:cut])
-            await writer.drain()
-            writer.close()
-            await writer.wait_closed()
-            del reader
-        assert (await client.get("/health"))[0] == 200
-        assert engine.submitted == {}
-
-    serve(engine, use)
+@served()
+async def test_a_client_that_gives_up_while_sending_leaves_nothing(client: Client, engine: WrittenEngine) -> None:
+    for cut in (10, len(REQUEST), len(REQUEST) + 12):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write((REQUEST + b"\r\n" + BODY)[:cut])
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        del reader
+    assert (await client.get("/health"))[0] == 200
+    assert engine.submitted == {}

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvbm.engines.embedded.engine.model import _probe
+from kvbm.engines.embedded.engine.model import _probe  # of a model that was not loaded from a directory
 from kvbm.engines.embedded.engine.supported_models import SUPPORTED
 from kvbm.engines.embedded.kind import EmbeddedKind
 from kvbm.engines.embedded.sizing import bytes_per_token

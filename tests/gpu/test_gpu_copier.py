@@ -85,7 +85,7 @@ def test_an_onboard_waits_for_the_forward_pass_that_reads_the_block(cache, way):
     rig.write(3, "of another request")
     rig.segment.payload[4, : rig.layout.block_bytes] = rig.content("loaded")
     torch.cuda._sleep(FORWARD_PASS_CYCLES)
-    seen = [view.clone() for view, _ in rig._views(3)]
+    seen = [view.clone() for view, _ in rig.views(3)]
     rig.copier.onboard([4], [3], rig.copier.fence())
     assert np.array_equal(rig.read(3), rig.content("loaded"))
     assert np.array_equal(torch.cat(seen).cpu().numpy(), rig.content("of another request"))

@@ -181,7 +181,7 @@ MUTANTS = (
         file="kvbm/config/interpolation.py",
         old="if value is None:",
         new="if value is None and not name:",
-        fails="tests/config/test_interpolation.py",
+        fails="tests/config/test_profile_mistakes.py -k interpolation",
     ),
     Mutant(
         name="serve-counts-on-the-room-of-others",

@@ -43,7 +43,7 @@ MUTANTS = (
         file="kvbm/sizing/families/table.py",
         old="    if facts.model_type not in model_types:\n",
         new="    if False:\n",
-        fails="tests/sizing/test_sizing_vllm.py -k said_to_be_unknown",
+        fails="tests/sizing/test_sizing_vllm.py -k family",
     ),
     Mutant(
         name="sizing-ignores-compressed-tensors",
@@ -51,7 +51,7 @@ MUTANTS = (
         file="kvbm/sizing/checkpoint.py",
         old='    return "fp8"\n',
         new="    return None\n",
-        fails="tests/sizing/test_sizing_vllm.py -k asks_for",
+        fails="tests/sizing/test_sizing_vllm.py -k bits",
     ),
     Mutant(
         name="sizing-adds-facts-beside-the-text-model",

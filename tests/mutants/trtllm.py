@@ -114,7 +114,7 @@ MUTANTS = (
         file="kvbm/engines/trtllm/options.py",
         old="return value == self.required and isinstance(value, bool) == isinstance(self.required, bool)",
         new="return value == self.required",
-        fails="tests/config/test_trtllm_options.py",
+        fails="tests/config/test_profile_mistakes.py -k trtllm",
     ),
     Mutant(
         name="trtllm-offers-the-last-token",

@@ -24,6 +24,7 @@ def test_it_ends_while_it_waits_and_sets_nothing_afterwards():
     woken = threading.Event()
     one = Alarm(woken.set)
     one.after(3600)
+    # `close` must end it.
     thread = one._thread
     one.close()
     assert not thread.is_alive()
@@ -36,6 +37,7 @@ def test_times_are_bounded(monkeypatch):
     one = Alarm(lambda: None)
     for _ in range(5):
         one.after(3600)
+    # The memory that it takes.
     assert len(one._times_s) == 3
     one.close()
 

@@ -48,6 +48,7 @@ def test_rates_of_requests_appear_in_the_counters(curve):
 
 def test_requests_beyond_the_queue_are_left_out_and_none_are_held_before_the_start(curve, monkeypatch):
     curve.note(chain("a", 8), 8)
+    # The memory that it takes.
     assert curve._queue.qsize() == 0
     monkeypatch.setattr(capacity_curve, "MOST_WAITING", 2)
     may_go_on = threading.Event()
@@ -64,6 +65,7 @@ def test_requests_beyond_the_queue_are_left_out_and_none_are_held_before_the_sta
     curve.start(100, Counters())
     for _ in range(20):
         curve.note(chain("a", 8), 8)
+    # The memory that it takes.
     assert curve._queue.qsize() <= 2
     may_go_on.set()
 

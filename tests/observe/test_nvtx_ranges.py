@@ -48,8 +48,10 @@ def package(monkeypatch):
         module = domain and SimpleNamespace(Domain=Domain, get_domain={"kvbm": domain}.__getitem__)
         monkeypatch.setitem(sys.modules, "nvtx", module)
 
+    # It is imported once in a process.
     nvtx_ranges._domain.cache_clear()
     yield install
+    # It is imported once in a process.
     nvtx_ranges._domain.cache_clear()
 
 

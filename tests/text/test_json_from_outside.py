@@ -14,7 +14,7 @@ from kvbm.observe import control_desk
 from kvbm.text.outside import json_text
 from kvbm.text.reading import MAX_LEVELS, parse_json
 from kvbm_cli.bench.lmbenchmark.agentic import read_agent_trace
-from kvbm_cli.bench.lmbenchmark.sharegpt import _json_in
+from kvbm_cli.bench.lmbenchmark.sharegpt import _json_in  # one of the readers of the table below
 from kvbm_cli.bench.load.request import UNREADABLE, StreamedAnswer
 from kvbm_cli.bench.metrics.summary import read_samples
 from kvbm_cli.bench.result.directory import BenchDirectory

@@ -38,6 +38,7 @@ def test_kinds_without_number_take_no_memory_without_limit() -> None:
     limit = LogLimit(lambda: next(seconds), burst=1)
     for number in range(3 * MAX_KINDS):
         assert passed(limit, f"kind {number}: %s", "")
+    # The memory that it takes.
     assert len(limit._last) <= MAX_KINDS
 
 

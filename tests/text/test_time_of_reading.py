@@ -45,6 +45,7 @@ def plan(text: str) -> None:
 
 
 def of_status(text: str) -> None:
+    # The reader itself: an engine that serves the page takes longer.
     status._off(MetricsPage.parse(text, status.NAMES))
 
 
