@@ -361,15 +361,8 @@ def test_every_bit_of_the_superblock_may_be_wrong(tmp_path):
     for at in range(len(content) - 1):  # the last one ends the line
         changed = bytearray(content)
         changed[at] ^= 1 << at % 7
-<<<<<<< HEAD
         (instance / "superblock").write_bytes(changed)
-        found = Instance.open(
-            settings_for(tmp_path / "whole"), NAMESPACE, payload_bytes=SLOT_BYTES, hash_bytes=HASH_BYTES
-        )
-=======
-        superblock_of(instance).write_bytes(changed)
         found = Instance.open(WantedInstance(settings_for(tmp_path / "whole"), NAMESPACE, SLOT_BYTES, HASH_BYTES))
->>>>>>> tiers
         try:
             assert found.losses.damaged_superblocks == 1, f"byte {at}"
             assert len(found.recovered.hashes) == 0

@@ -9,11 +9,7 @@ import time
 
 import numpy as np
 import pytest
-<<<<<<< HEAD
-from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, left_in, make_hash, opened
-=======
-from disk_rig import LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
->>>>>>> tiers
+from disk_rig import LIMIT_S, QUICK, assembled, instance_of, left_in, make_hash, opened
 
 from kvbm.errors import InvariantError
 from kvbm.tiers.disk import index_thread, storage
