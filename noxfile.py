@@ -127,7 +127,7 @@ def answers_in_v2(session: nox.Session) -> None:
         where = ("--target", str(packages), "--no-compile", "--no-deps")
         session.run("python", "-m", "pip", "install", "-q", *where, f"triton=={TRITON}", "tests/vllm/triton_on_cpu")
     path = os.pathsep.join(filter(None, (str(packages.resolve()), os.environ.get("PYTHONPATH"))))
-    whose = ("determinism", "on_evict_in_vllm", "pd", "requests", "shared", *ONLY_V2)
+    whose = ("determinism", "on_evict_in_vllm", "pd", "shared", *ONLY_V2)
     files = [f"tests/vllm/test_{name}.py" for name in whose]
     chosen = ("-k", ANSWERS_IN_V2, "-o", "timeout=1800", *files)
     grouped = ("-n", "2", "--dist", "loadgroup")

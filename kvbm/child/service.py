@@ -98,10 +98,6 @@ class ServiceProcess(Generic[Order, Result, Counters]):
         """False before its start, while it does not answer or is off by its own judgement, and after its end."""
         return self.off_because is None and not (self._has_exited or self.is_silent)
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` has a result."""
-        return self._channel.fileno()
-
     def submit(self, order: Order) -> None:
         """Send an order. `poll` returns its result; it fails if the process has ended or ends before."""
         self._expect_answer()

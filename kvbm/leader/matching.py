@@ -89,8 +89,10 @@ class Matching:
         first = hashes[start] if start < end else None
         blocks = self._match(request, first, end - start, lambda: hashes[:start], search)
         if not self._accepts_failed_loads:
-            self._promise(request, hashes[start : start + (blocks or 0)])
-            self._prefetch(request, hashes, start + (blocks or 0), end)
+            promised = start + (blocks or 0)
+            self._promise(request, hashes[start:promised])
+            if not self._counters.disabled:
+                self._prefetches.want_chain(hashes, promised, end, request.tenant)  # for a later request
         return blocks
 
     def match_groups(self, request: LiveRequest, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
@@ -192,8 +194,3 @@ class Matching:
             self._host.labels.own(request.promised.slots, request.tenant)
             for listener in self._host.listeners:
                 listener.adopt(hashes)
-
-    def _prefetch(self, request: LiveRequest, hashes: Sequence[bytes], at: int, end: int) -> None:
-        """Queue the blocks of a chain in lower tiers for a later request. Those up to `at` are promised."""
-        if not self._counters.disabled:
-            self._prefetches.want_chain(hashes, at, end, request.tenant)

@@ -54,7 +54,7 @@ class ExperimentProgress(Protocol):
 
 def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:
     """Run all arms of all cells that have not run yet. EngineError if an engine does not start."""
-    experiment = Experiment(setup, engines, directory, progress)
+    experiment = PlannedExperiment(setup, engines, directory, progress)
     experiment.prepare()
     experiment.run()
 
@@ -86,7 +86,7 @@ class _Measurements:
     place: str
 
 
-class Experiment:
+class PlannedExperiment:
     """The files of an experiment, and the engines that make them. `prepare` precedes `run`."""
 
     def __init__(self, setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:

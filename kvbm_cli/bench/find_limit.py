@@ -20,7 +20,7 @@ from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import Arm
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, OpenArm
-from kvbm_cli.bench.experiment import Experiment, ExperimentProgress
+from kvbm_cli.bench.experiment import ExperimentProgress, PlannedExperiment
 from kvbm_cli.bench.judge.limit import (
     Bounds,
     Condition,
@@ -128,7 +128,7 @@ def find_limits(
     """Return the content of limit.json. EngineError if an engine does not start or cannot be emptied. UsageError as
     `require_searchable`."""
     (cell,) = setup.cells
-    Experiment(setup, engines, directory, progress).prepare()
+    PlannedExperiment(setup, engines, directory, progress).prepare()
     data = directory.read_json(cell_plan(cell.name))
     plan = Plan.from_json(data)
     require_probes(plan, conditions)

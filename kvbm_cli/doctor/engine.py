@@ -86,12 +86,13 @@ def _connector(context: DoctorContext, python: str, modules: list[str]) -> Check
 
 
 def _run_probe(
-    context: DoctorContext, python: str, probe: str, arguments: list[str], *, timeout_s: float
+    context: DoctorContext, python: str, name: str, arguments: list[str], *, timeout_s: float
 ) -> dict[str, Any] | Check:
-    """Return the answer, or a check with the reason why there is none."""
+    """Return the answer of the probe for the check `name`, or a check with the reason why there is none."""
     timeout_s = min(timeout_s, QUICK_TIMEOUT_S) if context.is_quick else timeout_s
     remedy = "check the value of `engine.python`"
-    return context.answer_of(_NAMES[probe], python, "engine", [probe, *arguments], timeout_s=timeout_s, remedy=remedy)
+    given = [name.lower(), *arguments]
+    return context.answer_of(name, python, "engine", given, timeout_s=timeout_s, remedy=remedy)
 
 
 def _compiler(context: DoctorContext, python: str, title: str, to_install: str) -> Check:
@@ -105,15 +106,12 @@ def _compiler(context: DoctorContext, python: str, title: str, to_install: str) 
     return ok("compiler", "a C++ compiler, ninja, and the headers of Python and OpenSSL")
 
 
-_NAMES = {"compiler": "compiler", "connector": "connector", "cuda": "CUDA", "nixl": "NIXL"}
-
-
 def _cuda(context: DoctorContext, python: str) -> Check:
     driver = context.machine.devices / "nvidiactl"
     if not driver.exists():
         return skipped("CUDA", "no NVIDIA driver")
     context.on_phase("loading CUDA in torch")
-    answer = _run_probe(context, python, "cuda", [], timeout_s=IMPORT_TIMEOUT_S)
+    answer = _run_probe(context, python, "CUDA", [], timeout_s=IMPORT_TIMEOUT_S)
     if isinstance(answer, Check):
         return answer
     if answer["error"] is not None:
@@ -139,7 +137,7 @@ def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
         return
     context.on_phase("loading NIXL plugins")
     arguments = [str(_directory_for_nixl(context.directory)), *([plugin] if context.is_quick else [])]
-    answer = _run_probe(context, python, "nixl", arguments, timeout_s=NIXL_TIMEOUT_S)
+    answer = _run_probe(context, python, "NIXL", arguments, timeout_s=NIXL_TIMEOUT_S)
     if isinstance(answer, Check):
         yield answer if wanted else replace(answer, severity=Severity.SKIPPED)
         return

@@ -349,7 +349,7 @@ class _Served:
 
     def _do_channel(self) -> int:
         """The descriptor of the channel to the disk process."""
-        return tier_of(self._engine.leader, Tier.DISK).disk.process.fileno()
+        return tier_of(self._engine.leader, Tier.DISK).disk.process._channel.fileno()
 
 
 def _slowed(run, tokens_per_s: float):

@@ -272,7 +272,7 @@ def test_shadow_caches_see_in_steps_what_they_see_at_once():
     found = []
     for cache in (at_once, in_steps):
         # what later requests will be judged by
-        history = dict(cache.store.policy._history._entries)
+        history = cache.store.policy._history._entries
         found.append(([(shadow.hits, shadow.gain) for shadow in shadows(cache)], history))
     assert found[0] == found[1]
 

@@ -7,7 +7,7 @@ import pytest
 from bookkeeping import check_store
 
 from kvbm.core.index import ENTRIES_PER_DICT
-from kvbm.core.store import SAMPLE_DISTANCE, BlockStore, MutableBlocks, StoreCounts
+from kvbm.core.store import INACTIVE, SAMPLE_DISTANCE, BlockStore, MutableBlocks, StoreCounts
 from kvbm.errors import InvariantError
 from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.types import Tier
@@ -403,7 +403,7 @@ def test_check_notices_damage(damage):
 
 def test_slices_of_check_notice_damage_only_where_it_is():
     store = filled(4, "abc")
-    store._states[3] = 4
+    store._states[3] = INACTIVE
     store.check(0, 3)
     with pytest.raises(InvariantError, match="slot 3 is INACTIVE"):
         store.check(3, 1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.tiers.disk.health import HealthLimits
-from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.instance import Instance, WantedInstance
 from kvbm.tiers.disk.io.threads import ThreadsIO
 from kvbm.tiers.disk.orders import Read, Write
 from kvbm.tiers.disk.settings import DiskSettings, Namespace
@@ -183,7 +183,7 @@ def assembled(
     """A tier whose parts, {instance, io}, were changed before it was put together."""
     shards = make_shards(host_slots, *shard_bytes)
     settings = settings_for(directory, **keys)
-    instance = Instance.open(settings, NAMESPACE, payload_bytes=sum(shard_bytes), hash_bytes=HASH_BYTES)
+    instance = Instance.open(WantedInstance(settings, NAMESPACE, sum(shard_bytes), HASH_BYTES))
     io = ThreadsIO(instance.arena.fd, is_direct=instance.arena.is_direct)
     parts = change({"instance": instance, "io": io})
     tier = DiskStorage(

@@ -134,7 +134,7 @@ def test_process_with_more_than_1024_open_files_can_use_the_disk(tmp_path: Path)
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
         with opened(tmp_path) as rig:
-            assert rig.tier.fileno() > 1023
+            assert rig.tier._channel.fileno() > 1023
             assert rig.write([1], [0]).is_good == (True,)
             rig.tier.clear()
     finally:

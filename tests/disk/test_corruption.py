@@ -10,7 +10,7 @@ import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, assembled, instance_of, make_hash, opened, settings_for
 from xxhash import xxh3_64_hexdigest
 
-from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.instance import Instance, WantedInstance
 from kvbm.tiers.disk.settings import Namespace
 
 OTHER = Namespace(bytes(reversed(range(16))), {"model": "another model"})
@@ -362,9 +362,7 @@ def test_every_bit_of_the_superblock_may_be_wrong(tmp_path):
         changed = bytearray(content)
         changed[at] ^= 1 << at % 7
         (instance / "superblock").write_bytes(changed)
-        found = Instance.open(
-            settings_for(tmp_path / "whole"), NAMESPACE, payload_bytes=SLOT_BYTES, hash_bytes=HASH_BYTES
-        )
+        found = Instance.open(WantedInstance(settings_for(tmp_path / "whole"), NAMESPACE, SLOT_BYTES, HASH_BYTES))
         try:
             assert found.losses.damaged_superblocks == 1, f"byte {at}"
             assert len(found.recovered.hashes) == 0

@@ -23,7 +23,7 @@ from kvbm.tiers.disk import instance as instance_module
 from kvbm.tiers.disk.directory import InstanceLock, reclaim_oldest
 from kvbm.tiers.disk.files import Arena, NoRoom
 from kvbm.tiers.disk.index import BlockIndex
-from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.instance import Instance, WantedInstance
 from kvbm.tiers.disk.settings import Namespace
 from kvbm.tiers.disk.storage import DiskStorage
 from kvbm_cli.store.caches import index_to_read, list_caches
@@ -290,7 +290,7 @@ def test_instance_used_last_is_taken_over_first(tmp_path):
 
 def test_engines_that_start_together_get_caches_of_their_own(tmp_path):
     def open_one(_):
-        return Instance.open(settings_for(tmp_path), NAMESPACE, payload_bytes=12288, hash_bytes=HASH_BYTES)
+        return Instance.open(WantedInstance(settings_for(tmp_path), NAMESPACE, 12288, HASH_BYTES))
 
     for _ in range(3):
         with ThreadPoolExecutor(6) as executor:

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, left_in, make_hash, opened
+from disk_rig import LIMIT_S, QUICK, assembled, instance_of, left_in, make_hash, opened
 
 from kvbm.errors import InvariantError
 from kvbm.tiers.disk import index_thread, storage
@@ -46,7 +46,7 @@ def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path, monkeypatch):
         rig.write(range(8), range(8))
     with opened(tmp_path) as rig:
         parts = [rig.tier.recovered() for _ in range(4)]
-        assert [len(found.hashes) // HASH_BYTES for found in parts] == [3, 3, 2, 0]
+        assert [len(found.hashes) for found in parts] == [3, 3, 2, 0]
         assert [found.is_last for found in parts] == [False, False, True, True]
 
 

@@ -31,6 +31,16 @@ def asked(rig: Rig, verb: str, **arguments: str):
     raise AssertionError(f"{verb} has not ended")
 
 
+def clear_alice(rig: Rig, steps: int = 0):
+    """Begin to forget a tenant, and go on for so many steps; return what the answer will be."""
+    future = rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
+    rig.leader.control.advance()
+    for _ in range(steps):
+        rig.step()
+        rig.leader.control.advance()
+    return future
+
+
 def kept(rig: Rig, owner: str, length: int) -> list[bytes]:
     """Blocks of a tenant, in host memory and on disk."""
     hashes = chain(owner, length)
@@ -96,18 +106,16 @@ def test_a_tier_is_cleared_and_the_other_one_stays(rig):
 
 def test_what_is_in_flight_for_a_tenant_is_not_registered_afterwards(rig):
     alices, bobs = chain("alice", 3), chain("bob", 2)
-    held = rig.compute("r@alice", alices), rig.compute("s@bob", bobs)
+    rig.compute("r@alice", alices)
+    rig.compute("s@bob", bobs)
     rig.order()
-    future = rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
-    rig.leader.control.advance()
+    future = clear_alice(rig)
     rig.end_copies()
     while not future.done():
         rig.step()
         rig.leader.control.advance()
     assert present(rig, alices)[Tier.HOST] == 0
     assert present(rig, bobs)[Tier.HOST] == 2
-    rig.finish("r@alice", alices, held[0])
-    rig.finish("s@bob", bobs, held[1])
 
 
 @pytest.mark.parametrize("has_read", [False, True], ids=["not read", "read"])
@@ -118,11 +126,7 @@ def test_a_read_from_disk_in_flight_brings_back_nothing_of_a_cleared_tenant(rig,
     rig.order()
     if has_read:
         assert rig.disk.run("read"), "its bytes are in host memory"
-    answer = rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
-    rig.leader.control.advance()
-    for _ in range(20):
-        rig.step()
-        rig.leader.control.advance()
+    answer = clear_alice(rig, steps=20)
     assert answer.result(timeout=0)["forgotten"]["G3"] == 3
     assert present(rig, hashes) == {Tier.HOST: 0, Tier.DISK: 0}
 
@@ -130,38 +134,31 @@ def test_a_read_from_disk_in_flight_brings_back_nothing_of_a_cleared_tenant(rig,
 @pytest.mark.parametrize(("owner", "failed"), [("alice", 0), ("bob", 3)])
 def test_a_write_that_ends_without_the_blocks_of_a_cleared_tenant_has_not_failed(rig, owner, failed):
     hashes = chain(owner, 3)
-    blocks = rig.compute(f"r@{owner}", hashes)
+    rig.compute(f"r@{owner}", hashes)
     rig.order()
     rig.end_copies()
     rig.order()
     assert rig.disk.waiting, "the write is in flight"
-    rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
-    rig.leader.control.advance()
+    clear_alice(rig)
     while rig.disk.run("write", "fail-all"):
         rig.settle()
     counters = rig.leader.counters
     assert (counters.disk.write_failed_blocks, counters.disk.failed_blocks) == (failed, failed)
     assert counters.disk.offload_blocks == 0
-    rig.finish(f"r@{owner}", hashes, blocks)
 
 
 def test_a_write_that_ended_well_before_the_disk_heard_of_a_clear_registers_only_what_is_left(rig):
     alices, bobs = chain("alice", 3), chain("bob", 2)
-    held = rig.compute("r@alice", alices), rig.compute("s@bob", bobs)
+    rig.compute("r@alice", alices)
+    rig.compute("s@bob", bobs)
     rig.order()
     rig.end_copies()
     rig.order()
     while rig.disk.run("write"):
         pass
-    rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
-    rig.leader.control.advance()
-    for _ in range(20):
-        rig.step()
-        rig.leader.control.advance()
+    clear_alice(rig, steps=20)
     assert [present(rig, hashes)[Tier.DISK] for hashes in (alices, bobs)] == [0, 2]
     assert rig.leader.counters.disk.write_failed_blocks == 0
-    rig.finish("r@alice", alices, held[0])
-    rig.finish("s@bob", bobs, held[1])
 
 
 def test_a_message_is_handled_in_pieces_with_steps_between(rig, monkeypatch):
@@ -281,19 +278,11 @@ def test_pins_leave_the_rest_of_host_memory_to_requests(rig):
     assert rig.leader.host.store.available == 12
 
 
-def test_a_cleared_tenant_leaves_no_pin(rig):
+@pytest.mark.parametrize("end", [clear_alice, lambda rig: rig.leader.reset()], ids=["clear", "reset"])
+def test_a_cleared_tenant_and_a_reset_leave_no_pin(rig, end):
     kept(rig, "alice", 3)
     asked(rig, "pin", tokens=tokens(3), salt="alice")
-    asked(rig, "clear", tenant=b"alice".hex())
-    rig.step()
-    assert asked(rig, "ls")["pins"] == []
-    assert rig.leader.host.store.available == 16
-
-
-def test_a_reset_ends_pins(rig):
-    kept(rig, "alice", 3)
-    asked(rig, "pin", tokens=tokens(3), salt="alice")
-    rig.leader.reset()
+    end(rig)
     rig.step()
     assert asked(rig, "ls")["pins"] == []
     assert rig.leader.host.store.available == 16

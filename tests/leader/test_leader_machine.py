@@ -45,19 +45,22 @@ class LeaderMachine(RuleBasedStateMachine):
         table=st.sampled_from([None, *TABLES]),
     )
     def build(self, ranks, limit, slice_blocks, table):
-        self.rig = Rig(
-            host_eviction="lru" if table is None else "adaptive",
+        eviction = "lru" if table is None else "adaptive"
+        self.begin(
+            host_eviction=eviction,
             slots=6,
             blocks=12,
             ranks=ranks[0],
             replicas=ranks[1],
             max_in_flight_blocks=limit,
             slice_blocks=slice_blocks,
-            overdue_steps=3,
-            onboard_parts=2,
         )
         if table is not None:
             self.rig.leader.host.store.policy.order.use_table(table)
+
+    def begin(self, fake_disk=None, **options):
+        self.options = {"overdue_steps": 3, "onboard_parts": 2, **options}
+        self.rig = Rig(fake_disk=fake_disk, **self.options)
         self.live: dict[str, Live] = {}
         self.names = iter(range(10**6))
 
@@ -87,10 +90,14 @@ class LeaderMachine(RuleBasedStateMachine):
     # -- the toy engine ------------------------------------------------------------------------------------------------
 
     @rule(name=st.sampled_from("abc"))
+    def a_request_arrives(self, name):
+        self.arrive(name)
+
     def arrive(self, name):
         request_id = f"{name}{next(self.names)}"
         self.live[request_id] = Live(CHAINS[name])
         self.admit(request_id)
+        return request_id
 
     @precondition(lambda self: any(not r.blocks for r in self.live.values()))
     @rule(data=st.data())
@@ -112,18 +119,20 @@ class LeaderMachine(RuleBasedStateMachine):
     )
     def serve_from_start_to_end(self, name, faults):
         """One request alone, every step whole, with these faults on the way."""
-        self.arrive(name)
-        request_id = f"{name}{next(self.names) - 1}"
+        request_id = self.arrive(name)
         for step in range(8):
-            request = self.live[request_id]
-            if not request.blocks:
-                self.admit(request_id)
-            elif not request.loading and request.computed < LENGTH:
-                self.advance(request_id, 2)
+            self.go_on(request_id)
             if step < len(faults) and faults[step]:
                 self.rig.ranks[step % len(self.rig.ranks)].copier.next(faults[step])
             self.whole_step()
         self.drop(request_id)
+
+    def go_on(self, request_id):
+        request = self.live[request_id]
+        if not request.blocks:
+            self.admit(request_id)
+        elif not request.loading and request.computed < LENGTH:
+            self.advance(request_id, 2)
 
     @rule()
     def whole_step(self):
@@ -239,19 +248,15 @@ class DiskMachine(LeaderMachine):
         slice_blocks=st.sampled_from([1, 2, 4096]),
     )
     def build(self, ranks, host, disk, to_disk, batch, gives_up, slice_blocks):
-        self.options = {
-            "slots": host,
-            "ranks": ranks,
-            "overdue_steps": 3,
-            "onboard_parts": 2,
-            "gives_up_blocks": gives_up,
-            "slice_blocks": slice_blocks,
+        self.begin(
+            disk,
+            slots=host,
+            ranks=ranks,
+            gives_up_blocks=gives_up,
+            slice_blocks=slice_blocks,
             **disk_policy(writes=to_disk, batch_blocks=batch, read_timeout_s=10.0, frequency_decay_s=5.0),
             **self.model,
-        }
-        self.rig = Rig(fake_disk=disk, **self.options)
-        self.live: dict[str, Live] = {}
-        self.names = iter(range(10**6))
+        )
 
     @rule(kind=st.sampled_from(["read", "write"]), fault=st.sampled_from([None, None, "fail", "fail-all"]))
     def disk_transfer(self, kind, fault):
@@ -327,21 +332,17 @@ class SharedMachine(DiskMachine):
         is_full=st.booleans(),
     )
     def build(self, ranks, host, disk, extent_blocks, to_shared, reads_always, gives_up, slice_blocks, is_full):
-        self.options = {
-            "slots": host,
-            "ranks": ranks,
-            "overdue_steps": 3,
-            "onboard_parts": 2,
-            "gives_up_blocks": gives_up,
-            "slice_blocks": slice_blocks,
+        self.begin(
+            disk,
+            slots=host,
+            ranks=ranks,
+            gives_up_blocks=gives_up,
+            slice_blocks=slice_blocks,
             **disk_policy(writes="always", batch_blocks=2, read_timeout_s=10.0, reads_always=reads_always),
-            "shared": TierPolicy(writes=to_shared, frequency_decay_s=50.0),
-            "store": FakeStore(extent_blocks),
+            shared=TierPolicy(writes=to_shared, frequency_decay_s=50.0),
+            store=FakeStore(extent_blocks),
             **self.model,
-        }
-        self.rig = Rig(fake_disk=disk, **self.options)
-        self.live: dict[str, Live] = {}
-        self.names = iter(range(10**6))
+        )
         for run in self.runs("abc" if is_full else ""):
             self.write(run)
         self.store.list_all()
@@ -367,14 +368,9 @@ class SharedMachine(DiskMachine):
             self.write(run)
         self.store.list_all()
         self.settle()
-        self.arrive(name)
-        request_id = f"{name}{next(self.names) - 1}"
+        request_id = self.arrive(name)
         for _ in range(10):
-            request = self.live[request_id]
-            if not request.blocks:
-                self.admit(request_id)
-            elif not request.loading and request.computed < LENGTH:
-                self.advance(request_id, 2)
+            self.go_on(request_id)
             self.order()
             if faults and self.store.waiting:
                 if (fault := faults.pop()) == "lost":

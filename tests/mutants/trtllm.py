@@ -20,8 +20,8 @@ MUTANTS = (
         name="trtllm-reads-nothing-ahead",
         bug="a block on disk is never a hit",
         file="kvbm/leader/matching.py",
-        old="            self._prefetch(request, hashes, start + (blocks or 0), end)\n",
-        new="",
+        old="            if not self._counters.disabled:\n                self._prefetches",
+        new="            if False:\n                self._prefetches",
         fails="tests/trtllm/test_disk_of_trtllm.py -k read_ahead",
     ),
     Mutant(
@@ -224,8 +224,8 @@ MUTANTS = (
         name="trtllm-promises-without-a-pin",
         bug="a promised block may be evicted before it is loaded",
         file="kvbm/leader/matching.py",
-        old="        if not self._accepts_failed_loads:\n            self._promise",
-        new="        if False:\n            self._promise",
+        old="            self._promise(request, hashes[start:promised])\n",
+        new="",
         fails="tests/trtllm/test_traps.py -k trap_5",
     ),
 )

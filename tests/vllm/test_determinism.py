@@ -105,12 +105,21 @@ def test_equal_prompts_at_once_are_all_answered_right(pair):
     assert Moved(before, pair.tested.metrics())[ONBOARDED] < 6 * len(PROMPT) // BLOCK_TOKENS, "each brought its own"
 
 
-def test_whoever_asks_for_the_logprobs_of_the_prompt_gets_them_computed(pair):
-    pair.tested.ask(PROMPT)
-    pair.forget_g1()
-    bodies = [server.completion(PROMPT, prompt_logprobs=0) for server in (pair.reference, pair.tested)]
-    truth, found = ([logprob(entry) for entry in body["choices"][0]["prompt_logprobs"][1:]] for body in bodies)
-    assert max(abs(one - other) for one, other in zip(truth, found, strict=True)) < TOLERANCE
+def test_a_request_that_reads_no_cache_gets_logprobs_of_its_prompt_and_others_load_its_blocks(pair):
+    """vLLM sets `skip_reading_prefix_cache` for a request with `prompt_logprobs`, which only computed tokens have."""
+    before, answers = pair.tested.metrics(), []
+    for server in (pair.reference, pair.tested, pair.tested):
+        body = server.completion(PROMPT, prompt_logprobs=0)
+        answers.append([logprob(entry) for entry in body["choices"][0]["prompt_logprobs"][1:]])
+        pair.forget_g1()
+    truth, *found = answers
+    for one in found:
+        assert max(abs(mine - right) for mine, right in zip(one, truth, strict=True)) < TOLERANCE
+    moved = Moved(before, pair.tested.metrics())
+    assert moved[ONBOARDED] == moved[EXTERNAL_HITS] == 0, str(moved)
+    again = pair.tested.ask(PROMPT)
+    assert again.cached == CACHED
+    assert_equal({0: again}, {0: pair.reference.ask(PROMPT)})
 
 
 def test_a_client_can_ask_for_no_load_and_no_offload(pair):

@@ -538,13 +538,7 @@ def pd_server(nixl_role: str, preset: str = "vllm-25m", *arguments: str, blocks:
     )
 
 
-def hand_over(prefill: VllmServer, decode: VllmServer, seed: int, **changes: object) -> tuple[Any, Any]:
-    return hand_over_tokens(prefill, decode, prompt(seed), **changes)
-
-
-def hand_over_tokens(
-    prefill: VllmServer, decode: VllmServer, tokens: Sequence[int], **changes: object
-) -> tuple[Any, Any]:
+def hand_over(prefill: VllmServer, decode: VllmServer, tokens: Sequence[int], **changes: object) -> tuple[Any, Any]:
     asked = prefill.completion(tokens, 1, kv_transfer_params={"do_remote_decode": True})
     answer = decode.ask(tokens, TOKENS, kv_transfer_params={**asked["kv_transfer_params"], **changes})
     return answer.tokens, answer.logprobs
@@ -559,20 +553,20 @@ def test_an_engine_that_decodes_may_have_host_memory_too(truth: Mapping[int, Ans
         prefill.wait_healthy()
         decode.wait_healthy()
         for seed, expected in truth.items():
-            assert_is(hand_over(prefill, decode, seed), expected)
+            assert_is(hand_over(prefill, decode, prompt(seed)), expected)
         assert decode.metrics()[onboarded] == 0
 
         alone = decode.ask(prompt(0), TOKENS)  # no longer in its G1
         assert_is((alone.tokens, alone.logprobs), truth[0])
         assert decode.metrics()[onboarded] == WHOLE_BLOCKS
 
-        assert_is(hand_over(prefill, decode, 1), truth[1])
+        assert_is(hand_over(prefill, decode, prompt(1)), truth[1])
         assert decode.metrics()[onboarded] == WHOLE_BLOCKS, "pulled whole, though its beginning is in host memory"
 
         decode.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
         assert decode.reset_prefix_cache(external=True)
         nobody = {"remote_engine_id": "nobody", "remote_port": 9}
-        assert_is(hand_over(prefill, decode, 2, **nobody), truth[2])
+        assert_is(hand_over(prefill, decode, prompt(2), **nobody), truth[2])
         assert decode.metrics()[onboarded] == WHOLE_BLOCKS, "computed"
 
 
@@ -594,7 +588,7 @@ def test_a_model_with_states_is_handed_over_and_comes_back_from_host_memory() ->
         decode.wait_healthy()
         for _ in range(2):
             for tokens, expected in zip(prompts, truth, strict=True):
-                assert_is(hand_over_tokens(prefill, decode, tokens), expected)
+                assert_is(hand_over(prefill, decode, tokens), expected)
             prefill.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
             assert prefill.reset_prefix_cache(external=False)
         hits = [3, 3, 4, 4]  # of whole blocks, the state at the end of the last one is needed

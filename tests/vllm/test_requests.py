@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from pairs import ONBOARDED, Moved, pair_of
+from pairs import Moved, pair_of
 from traffic import TOLERANCE, assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, answer_of
 
@@ -29,19 +29,6 @@ def moved_by(pair, ask):
     answer = ask()
     pair.settle()
     return answer, Moved(before, pair.tested.metrics())
-
-
-def test_a_request_that_reads_no_cache_loads_nothing_and_others_load_its_blocks(pair):
-    """vLLM sets `skip_reading_prefix_cache` for `prompt_logprobs`, which only computed tokens have."""
-    pair.forget()
-    for _ in range(2):
-        body, moved = moved_by(pair, lambda: pair.tested.completion(PROMPT, prompt_logprobs=0))
-        assert len(body["choices"][0]["prompt_logprobs"]) == len(PROMPT)
-        assert moved[ONBOARDED] == moved[EXTERNAL_HITS] == 0, str(moved)
-        pair.forget_g1()
-    again = pair.tested.ask(PROMPT)
-    assert again.cached == CACHED
-    assert_equal({0: again}, {0: pair.reference.ask(PROMPT)})
 
 
 def embedded(seed):

@@ -68,12 +68,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _NewInstance:
+class WantedInstance:
+    """The cache that an engine asks for."""
+
     settings: DiskSettings
     namespace: Namespace
     payload_bytes: int
     hash_bytes: int
-    progress: Progress | None
+    progress: Progress | None = None
 
     def with_room(self, function: Callable[[], Result]) -> Result:
         """Return what a function returns. If it finds no room, call it again: with `fit` because another engine may
@@ -109,22 +111,13 @@ class Instance:
         return None if self.index is None else self.path.parent / RATES
 
     @classmethod
-    def open(
-        cls,
-        settings: DiskSettings,
-        namespace: Namespace,
-        *,
-        payload_bytes: int,
-        hash_bytes: int,
-        progress: Progress | None = None,
-        only: Path | None = None,
-    ) -> Instance:
+    def open(cls, wanted: WantedInstance, only: Path | None = None) -> Instance:
         """Take over a free instance or create one; with `only`, that one or a new one. Raises EnvironmentProblem."""
-        wanted = _NewInstance(settings, namespace, payload_bytes, hash_bytes, progress)
+        settings = wanted.settings
         require_usable_parent(settings.directory)
         if not settings.persist:
             return wanted.with_room(partial(cls._open_unnamed, wanted))
-        home = settings.directory / namespace.digest.hex()
+        home = settings.directory / wanted.namespace.digest.hex()
         wanted.with_room(partial(make_private_directory, home))
         unusable_count = 0
         for path in reversed(instances_of(home)):
@@ -149,7 +142,7 @@ class Instance:
         return opened
 
     @classmethod
-    def _open_unnamed(cls, wanted: _NewInstance) -> Instance:
+    def _open_unnamed(cls, wanted: WantedInstance) -> Instance:
         arena = Arena.open_unnamed(wanted.settings.directory)
         try:
             superblock = _described(arena, wanted)
@@ -160,7 +153,7 @@ class Instance:
         return cls(wanted.settings.directory, arena, superblock)
 
     @classmethod
-    def _open_locked(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
+    def _open_locked(cls, lock: InstanceLock, wanted: WantedInstance) -> Instance:
         """*Consumes* the lock."""
         try:
             instance = wanted.with_room(partial(cls._recovered, lock, wanted))
@@ -174,7 +167,7 @@ class Instance:
         return instance
 
     @classmethod
-    def _recovered(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
+    def _recovered(cls, lock: InstanceLock, wanted: WantedInstance) -> Instance:
         arena = Arena.open(lock.path / ARENA)
         try:
             kept = read_superblock(lock.path / SUPERBLOCK) if wanted.settings.fit else None
@@ -209,7 +202,7 @@ class Instance:
             self.lock.touch()
             self.lock.release()
 
-    def _recover(self, wanted: _NewInstance) -> None:
+    def _recover(self, wanted: WantedInstance) -> None:
         """Bring superblock, index and arena into one state, in an order that may be interrupted anywhere."""
         superblock, path = self.superblock, self.path
         former = self._read_superblock()
@@ -295,7 +288,7 @@ class Instance:
         return found.at(np.setdiff1d(np.arange(len(found.slots)), older))
 
 
-def _described(arena: Arena, wanted: _NewInstance, former: Superblock | None = None) -> Superblock:
+def _described(arena: Arena, wanted: WantedInstance, former: Superblock | None = None) -> Superblock:
     """Return the superblock of an arena. With `fit`, `former` is what the arena was before, and a new one takes no more
     than is free, with `reclaim` after removing as many unused caches as it needs."""
     settings = wanted.settings
@@ -345,7 +338,7 @@ def _older_of_a_hash(found: Recovered) -> list[int]:
     return older
 
 
-def _take_space(arena: Arena, superblock: Superblock, wanted: _NewInstance) -> None:
+def _take_space(arena: Arena, superblock: Superblock, wanted: WantedInstance) -> None:
     """Allocate the arena, switch to direct I/O, and check it with one page that is written and read back."""
     settings = wanted.settings
     arena.resize(_arena_bytes(superblock), zerofill=settings.zerofill, progress=wanted.progress)

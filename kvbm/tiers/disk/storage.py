@@ -22,7 +22,7 @@ from kvbm.errors import InvariantError
 from kvbm.tiers.disk.directory import ARENA
 from kvbm.tiers.disk.health import Health, HealthLimits
 from kvbm.tiers.disk.index_thread import IndexThread, PendingClear, SlotsCarry
-from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.instance import Instance, WantedInstance
 from kvbm.tiers.disk.io.threads import BlockIO, ThreadsIO
 from kvbm.tiers.disk.known_rates import read_rates
 from kvbm.tiers.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
@@ -99,9 +99,7 @@ class DiskStorage:
         is not available.
         """
         payload_bytes = sum(shard.shape[1] for shard in shards)
-        opened = Instance.open(
-            settings, namespace, payload_bytes=payload_bytes, hash_bytes=hash_bytes, progress=progress, only=instance
-        )
+        opened = Instance.open(WantedInstance(settings, namespace, payload_bytes, hash_bytes, progress), instance)
         try:
             io = _open_io(settings, opened, shards)
             return cls(opened, io, shards, threads=settings.threads, slots_carry=slots_carry)

@@ -130,4 +130,6 @@ class ListingTaken(NamedTuple):
 class StoreOpened(NamedTuple):
     """`extent_blocks` is the number of blocks in an object."""
 
+    store_name: str
     extent_blocks: int
+    extent_bytes: int

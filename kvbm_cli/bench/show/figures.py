@@ -40,7 +40,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the page shows. `notes` are those of the directory that `results` were read from."""
+    """All that the page shows. `notes` name what is damaged or missing in the directory of the results."""
 
     summary: dict[str, Any]
     results: Results

@@ -114,7 +114,8 @@ class TraceReader:
             if self._dialect is not None:
                 yield from self._dialect.read(self.lines)
             else:
-                yield from ((number, json_object(number, line)) for number, line in self.lines)
+                for number, line in self.lines:
+                    yield number, json_object(number, line)
         except ProfileError as error:
             if error.message.startswith(f"{self.path}"):  # the file itself cannot be read
                 raise

@@ -72,7 +72,8 @@ class Server:
             await self._drain(runner)
         finally:
             await runner.cleanup()
-            await self._stop_engine()
+            if self._service.served is not None:
+                await asyncio.to_thread(self._service.served.engine.stop)
             self._loader.shutdown(wait=False)
         if self._service.failure is not None:
             raise EngineError(f"the engine failed: {self._service.failure}")
@@ -134,10 +135,6 @@ class Server:
         deadline = time.monotonic() + FAREWELL_S
         while self._service.running and time.monotonic() < deadline:
             await asyncio.sleep(WATCH_S / 5)
-
-    async def _stop_engine(self) -> None:
-        if self._service.served is not None:
-            await asyncio.to_thread(self._service.served.engine.stop)
 
     def _take_signals(self) -> None:
         """Install handlers. A signal that the parent ignores, such as SIGHUP under `nohup`, stays ignored."""

@@ -50,7 +50,7 @@ class SharedProcess(ServiceProcess[Order, Result, SharedStorageCounters]):
 
     def __init__(self) -> None:
         super().__init__(SharedStorageCounters(), failed)
-        self.opened = StoreOpened(0)
+        self.opened = StoreOpened("", 0, 0)
         self._reads: set[int] = set()  # tickets in flight
         self._listings: list[Listing] = []
 

@@ -77,7 +77,7 @@ def _open(order: OpenStore, _send: Send, _log: LogRelay) -> tuple[SharedStorage,
     geometry = ExtentGeometry(region.shards, shard_bytes, form, protection)
     storage = SharedStorage(store, keys, geometry, region.slots_carry, settings)
     storage.wait_for_listing(FIRST_LISTING_S)
-    return storage, StoreOpened(count)
+    return storage, StoreOpened(store.name, count, form.object_bytes)
 
 
 def main() -> int:

@@ -57,6 +57,7 @@ SPARE_THREADS = 2  # for a listing, and for what is given up
 
 Result = TypeVar("Result")
 Drop = Callable[[Result], None]
+Found = tuple[StoreAnswer, memoryview] | int | None  # a copy, or the descriptor of the file for one
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class NodeCopies:
         waits = keeps and not one.is_fresh and began_s >= self._patient_from_s
         look, drop = partial(self._look, one, name, keeps=keeps), partial(self._drop, name + PART)
         while True:
-            found = self._on_disk(look, drop=drop)
+            found: Found = self._on_disk(look, drop=drop)
             if isinstance(found, tuple):
                 scatter([found[1]], one)
                 return found[0]
@@ -186,7 +187,7 @@ class NodeCopies:
                 return None
             time.sleep(LOOK_S)
 
-    def _look(self, one: Incoming, name: str, *, keeps: bool) -> tuple[StoreAnswer, memoryview] | int | None:
+    def _look(self, one: Incoming, name: str, *, keeps: bool) -> Found:
         """Return a copy; or, if this engine keeps one, the locked descriptor of the file that it is received into; None
         while another engine does that. Raises OSError."""
         if (copied := self._read_copy(one, name)) is not None or not keeps:
