@@ -86,8 +86,9 @@ def _live(engines: EngineReader, title: str, interval_s: float) -> int:
 
 def _pressed(descriptor: int, seconds: float) -> str:
     """Return the keys that were pressed, at the latest after this time; q if the terminal is gone."""
-    ready, _, _ = select.select([descriptor], [], [], seconds)
-    return os.read(descriptor, KEY_BYTES).decode(errors="replace") or "q" if ready else ""
+    poll = select.poll()  # `select.select` fails at descriptors above 1,023
+    poll.register(descriptor, select.POLLIN)
+    return os.read(descriptor, KEY_BYTES).decode(errors="replace") or "q" if poll.poll(1e3 * seconds) else ""
 
 
 @contextlib.contextmanager
