@@ -74,8 +74,8 @@ class CrashPoints:
             sync()
             self.passed("flush-to-commit")
 
-        def change_with_points(rows, slots, notes):
-            is_written = change(rows, slots, notes)
+        def change_with_points(rows, slots):
+            is_written = change(rows, slots)
             if rows:
                 self.passed("commit-to-report")
             if any(slot in OCCUPIED for slot in slots):
