@@ -1,6 +1,7 @@
 """Engines of profiles: one table of their kinds, and what the commands do with every kind.
 
 Another engine has a folder next to this file, a row in KINDS, and its section of a profile in `config/engine.py`.
+In `kvbm_cli`, `profile/flags.yaml` has the flags of its command line, and `bench/arms.py` the arguments for a GPU.
 """
 
 from __future__ import annotations

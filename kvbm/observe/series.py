@@ -4,7 +4,8 @@ They follow Prometheus' conventions: counters end in `_total`, units are seconds
 reasons and engines apart. Each has the label `engine`, the number of an engine in a data-parallel server. A sample
 exists from the start for each tier that an engine has, so that `rate()` sees the first increase.
 
-The leader's thread writes all numbers, into `Counters`. A collector only reads, in any thread.
+A new counter is a field of `Counters` in `kvbm/metrics.py`, and has a row in `series.json` only if it is one of several
+with different labels. The leader's thread writes all numbers, into `Counters`. A collector only reads, in any thread.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 defaults apply to facts that a configuration leaves out (`defaults.json`). Each reader reads every fact that changes the
 cache; a configuration that has another such fact is refused. Sources: the model classes of vLLM 0.32 and the
 configuration classes of transformers 5.
+
+Another family is a row of READERS, and a reader in the module of its mechanism if none fits.
 """
 
 from __future__ import annotations
