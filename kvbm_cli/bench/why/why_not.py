@@ -152,7 +152,8 @@ def machine_busy(facts: CellFacts) -> Why | None:
     most_ms = facts.limits.most_late_ms(facts.compared.medians_ms[1])
     runs = [run for arm in (facts.reference, facts.measured) for run in facts.cell.of_arm(arm.name)]
     lag_ms = max(run.client["loop_lag_p99_ms"] or 0.0 for run in runs)
-    if lag_ms <= most_ms:
+    is_client = max(run.client["cpu_share"] for run in runs) > facts.limits.client_cpu_share  # the verdict says it
+    if lag_ms <= most_ms or is_client:
         return None
     text = (
         f"the machine was busy: the event loop of the load client lagged {lag_ms:.0f} ms (p99), the limit is "
