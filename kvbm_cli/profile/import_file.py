@@ -127,11 +127,14 @@ def _launches_of(text: str) -> list[Launch]:
     found: list[Launch] = []
     problem: ProfileError | None = None
     exported: dict[str, Word] = {}
-    for block, line in fenced(text, exported):
-        try:
-            found += _of_block(block, line, exported)
-        except ProfileError as error:  # another language
-            problem = problem or error
+    try:
+        for block, line in fenced(text, exported):
+            try:
+                found += _of_block(block, line, exported)
+            except ProfileError as error:  # another language
+                problem = problem or error
+    except ProfileError as error:  # the variables are too many, of which the first blocks had few
+        problem = problem or error
     if problem is not None and not found:
         raise problem
     variables = {} if found else variables_of(text)

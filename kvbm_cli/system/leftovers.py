@@ -143,17 +143,18 @@ class Leftovers:
 
 
 def remove_tree(directory: str) -> None:
-    """Remove a directory, as far as that is possible. Leaves it while something is mounted in it: `shutil.rmtree`
-    follows no link, but would delete what is mounted."""
-    inside = os.path.realpath(directory) + "/"
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table,
-    ):
-        for line in table:
-            mounted = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), line.split()[4])
-            if mounted.startswith(inside):
-                return
+    """Remove a directory, as far as that is possible. Leaves it while something is mounted on it or in it, or if this
+    cannot be known: `shutil.rmtree` follows no link, but would delete what is mounted."""
+    place = os.path.realpath(directory) + "/"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+            mounts = [line.split()[4] for line in table]
+    except OSError:
+        return
+    for escaped in mounts:
+        mounted = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), escaped)
+        if f"{mounted}/".startswith(place):
+            return
     shutil.rmtree(directory, ignore_errors=True)
 
 

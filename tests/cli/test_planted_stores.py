@@ -279,6 +279,7 @@ def test_what_is_mounted_in_a_removed_tree_stays(tmp_path, backup):
         (tmp_path / "run" / "file").write_bytes(b"x")
         assert not remove_tree(tmp_path / "run")
         assert (tmp_path / "run" / "file").exists()
+        assert not remove_tree(place)
     assert remove_tree(tmp_path / "run")
 
 

@@ -268,6 +268,13 @@ def test_input_that_grows_is_refused(name):
         launches_in(HUGE[name], name)
 
 
+def test_engines_above_too_many_variables_are_read():
+    fence = "```"
+    blocks = ["vllm serve M", f"export BIG={'x' * 6_000}", *["echo"] * 200]
+    (launch,) = launches_in("\n".join(f"{fence}\n{block}\n{fence}" for block in blocks), "README.md")
+    assert launch.name == "line-2"
+
+
 def test_variables_of_a_container_do_not_grow():
     growing = [{"name": "A0", "value": "0123456789"}]
     growing += [{"name": f"A{at + 1}", "value": f"$(A{at})" * 10} for at in range(6)]

@@ -51,8 +51,9 @@ async def test_a_prompt_beyond_the_context_is_refused(
 
 @served()
 async def test_a_request_id_that_cannot_be_a_header_is_refused(client: Client) -> None:
-    status, body = await client.post(COMPLETIONS, headers={"X-Request-Id": "ü"}, prompt="a")
-    assert (status, body["error"]["param"]) == (400, "X-Request-Id")
+    for wrong in ("ü", "a" * 201):
+        status, body = await client.post(COMPLETIONS, headers={"X-Request-Id": wrong}, prompt="a")
+        assert (status, body["error"]["param"]) == (400, "X-Request-Id")
 
 
 @served()

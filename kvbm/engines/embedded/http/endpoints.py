@@ -42,6 +42,7 @@ from kvbm.observe.decision_trace import kvbm_version
 from kvbm.text.outside import shown
 
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
+MAX_REQUEST_ID_CHARACTERS = 200  # it is in each part of a stream
 REQUEST_ID = "X-Request-Id"
 CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -189,6 +190,11 @@ def _request_id(request: web.Request) -> str:
         return os.urandom(12).hex()
     if not (client_id and client_id.isascii() and client_id.isprintable()):
         raise RequestError(f"the header {REQUEST_ID} must be printable ASCII", param=REQUEST_ID)
+    if len(client_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise RequestError(
+            f"the header {REQUEST_ID} has {len(client_id)} characters: at most {MAX_REQUEST_ID_CHARACTERS} are allowed",
+            param=REQUEST_ID,
+        )
     return client_id
 
 

@@ -218,6 +218,8 @@ class ChatBody(GenerationBody, Conversation):
 
 
 class TokenizeBody(Conversation):
+    OFF: ClassVar[Off] = {**Conversation.OFF, "return_token_strs": (False,)}
+
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
