@@ -267,9 +267,10 @@ class BlockIndex:
         try:
             with _transaction(self._connection):
                 values = [] if tenant is None else [tenant]  # without WHERE, SQLite does not visit each row
-                where = "WHERE slot IN (SELECT slot FROM blocks WHERE tenant = ?)" if values else ""
-                for table in ("notes", "blocks") if self._has_notes else ("blocks",):
-                    self._connection.execute(f"DELETE FROM {table} {where}", values)
+                if self._has_notes:
+                    where = "WHERE slot IN (SELECT slot FROM blocks WHERE tenant = ?)" if values else ""
+                    self._connection.execute(f"DELETE FROM notes {where}", values)
+                self._connection.execute(f"DELETE FROM blocks {'WHERE tenant = ?' if values else ''}", values)
                 # A commit without changes writes nothing, and would not flush the earlier commits.
                 self._connection.execute("PRAGMA user_version = 1")
         finally:

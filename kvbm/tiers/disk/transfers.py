@@ -193,8 +193,8 @@ class TransferThreads:
         return thread
 
     def _live(self) -> None:
-        os.sched_setaffinity(0, self._cores)  # applies to this thread only
         try:
+            os.sched_setaffinity(0, self._cores)  # applies to this thread only
             self._work()
         except BaseException as error:  # its piece never ends
             self._health.lose_io(f"a thread died: {error!r}")
