@@ -310,6 +310,7 @@ class Manager:
 
     def request_reset(self, request) -> None:
         self._seen.pop(request.request_id, None)
+        self.finished_async_loading.pop(request.request_id, None)  # what it loaded went with its blocks
         if self._version.has_reset:
             self._lead(lambda: self.scheduler.request_reset(request))
 
