@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import subprocess
 import threading
 
 import pytest
@@ -158,6 +159,21 @@ def test_a_file_in_place_of_the_directory_is_an_error_that_names_it(tmp_path):
         opened(f"file://{tmp_path}/objects"),
     ):
         pass
+
+
+def test_a_directory_that_is_read_only_now_is_an_error_unless_the_engine_only_reads(root):
+    with opened(f"file://{root}") as rig:
+        rig.put(RUN)
+    if subprocess.run(["mount", "--bind", root, root], capture_output=True).returncode != 0:
+        pytest.skip("requires the right to mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", root], check=True)
+        with pytest.raises(EnvironmentProblem, match="Read-only file system"), opened(f"file://{root}"):
+            pass
+        with opened(f"file://{root}", writes=False) as rig:
+            assert rig.get(RUN).outcome is Outcome.GOOD
+    finally:
+        subprocess.run(["umount", root], check=True)
 
 
 def test_checksums_are_computed_while_the_bytes_of_a_server_arrive(monkeypatch):

@@ -215,8 +215,8 @@ def write_file(root: Tree, key: str, buffers: Sequence[Buffer], *, creates: bool
     """Write a file whole or not at all. With `creates`, return False if there is one, and leave it. Raises OSError."""
     holder, name = root.parent(key)
     with holder:
-        staged, at = f"{name}#{secrets.randbits(62)}", holder.descriptor
-        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE, dir_fd=at)
+        at = holder.descriptor
+        staged, descriptor = _staged(name, at)
         try:
             try:
                 write_all(descriptor, buffers)
@@ -281,13 +281,26 @@ def require_directory(root: Path) -> None:
 
 
 def _describe(path: Path, key: str, facts: bytes) -> None:
-    """Write the description of the namespace, if there is none. Raises OSError."""
+    """Write the description of the namespace, if there is none. Otherwise create and delete an empty file next to it,
+    because an engine that may not write has to know now. Raises OSError."""
     with Tree.open(path) as root:
         root.make_directories(key.rpartition("/")[0])
         with suppress(FileNotFoundError):
             if stat.S_ISREG(root.about(key).st_mode):
+                holder, name = root.parent(key)
+                with holder:
+                    staged, descriptor = _staged(name, holder.descriptor)
+                    os.close(descriptor)
+                    os.unlink(staged, dir_fd=holder.descriptor)
                 return
         write_file(root, key, [facts], creates=False)
+
+
+def _staged(name: str, directory: int) -> tuple[str, int]:
+    """Create an empty file next to a name: a listing deletes it if this process is killed. Raises OSError."""
+    staged = f"{name}#{secrets.randbits(62)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return staged, os.open(staged, flags, FILE_MODE, dir_fd=directory)
 
 
 def _reason(error: OSError) -> str:
