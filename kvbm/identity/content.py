@@ -20,9 +20,9 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -125,6 +125,9 @@ def signature_of(path: Path) -> Signature:
 
 def digest_files(files: Sequence[tuple[str, Signature]], threads: int) -> list[str]:
     """Return the digests of files. Raises OSError, FileChanged if one is not the file that its metadata describe."""
+    for path, expected in files:
+        with _opened(path, expected) as fd:
+            _settle(fd)
     pieces = [[(path, expected, offset) for offset in _offsets(expected)] for path, expected in files]
     ordered = chain.from_iterable(pieces)
     with ThreadPoolExecutor(threads, thread_name_prefix="kvbm-digest") as pool:  # after an error, the rest is left out
@@ -148,25 +151,26 @@ def _digest_piece(piece: tuple[str, Signature, int]) -> bytes:
     path, expected, offset = piece
     hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
     end = min(offset + PIECE_BYTES, expected.size)
-    fd = _open_regular(Path(path))
-    try:
-        _settle(fd)
-        _require_unchanged(fd, path, expected)
+    with _opened(path, expected) as fd:
         while offset < end:
             count = os.preadv(fd, [buffer[: min(len(buffer), end - offset)]], offset)
             if not count:
                 raise FileChanged(f"{path} became shorter while it was read")
             hasher.update(buffer[:count])
             offset += count
-        _require_unchanged(fd, path, expected)
-    finally:
-        os.close(fd)
     return hasher.digest()
 
 
-def _require_unchanged(fd: int, path: str, expected: Signature) -> None:
-    if Signature.of(os.fstat(fd)) != expected:
-        raise FileChanged(f"{path} changed")
+@contextmanager
+def _opened(path: str, expected: Signature) -> Iterator[int]:
+    """Raise FileChanged at the end if this is not the file that its metadata describe."""
+    fd = _open_regular(Path(path))
+    try:
+        yield fd
+        if Signature.of(os.fstat(fd)) != expected:
+            raise FileChanged(f"{path} changed")
+    finally:
+        os.close(fd)
 
 
 def _open_regular(path: Path) -> int:
